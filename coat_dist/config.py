@@ -190,11 +190,11 @@ class ActivationConfig(_Block):
     program turns it on.
     """
     tiles: int = Field(default=1, ge=1)
-    """In how many pieces of tokens (of multiples of 128) MLPs of transformers layers run, one after
-    the other: of long sequences, so that the tensors inside of an MLP exist for one piece only.
-    Results have the same bits; backward multiplies the output's gradient by fc2's weight twice.
-    MLPs with adapters run in one piece, and so does backward where fc1 has a bias that trains;
-    experts ignore it.
+    """In how many pieces of tokens (multiples of 128) an MLP runs, one after the other, so that the
+    tensors inside an MLP exist for one piece at a time: for long sequences. Results keep their
+    bits; backward multiplies the output's gradient by fc2's weight twice. An MLP runs in one piece
+    with adapters, in grouped experts, over tensor-parallel ranks and with ``forward_scales``
+    "tensor"; its backward also where a bias of fc1 trains.
     """
     loss: Literal["chunked", "kept", "plain"] = "chunked"
     """A model's own loss: "chunked" never holds all logits and makes them again in backward; "kept"
@@ -225,8 +225,6 @@ class ActivationConfig(_Block):
             _refuse(
                 "tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true"
             )
-        if self.tiles > 1 and self.forward_scales == "tensor":
-            _refuse("tiles", f'{self.tiles} with forward_scales "tensor"', "1")
         if self.frozen_weights == "fp8" and self.forward_scales == "tensor":
             _refuse("frozen_weights", '"fp8" with forward_scales "tensor"', '"bf16"')
         if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice

@@ -50,7 +50,6 @@ REFUSED: Mapping[str, Rows] = {
         "evaluation": (("plain",), "patched Megatron layers always run the flow in eval mode"),
         "compile": ((False,), "only layers of transformers models are compiled"),
         "recompute": ((None,), "Megatron has recompute_num_layers"),
-        "tiles": ((1,), "only MLPs of transformers models run in pieces"),
     },
     "Megatron's optimizer": {
         "fp8_weight_gather": ((False,), "weights are gathered under DeepSpeed's ZeRO-3 alone")

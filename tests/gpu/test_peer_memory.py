@@ -55,15 +55,16 @@ def exchanges(rank, world):
         wrong += (whole.codes.view(torch.uint8) != codes).sum() + (whole.scales != scales).sum()
         for r in range(world):
             part = slice(r * rows, (r + 1) * rows)
-            wrong += (scaled_mm(rows_of(whole, part), w8, torch.bfloat16, True) != got[part]).sum()
+            wrong += (
+                scaled_mm(rows_of(whole, r * rows, rows), w8, torch.bfloat16, True) != got[part]
+            ).sum()
 
         pending = scattered_product(peers, x8, product, n, torch.bfloat16)
         torch.mm(x, x.t())
-        share = rows // world
-        parts = []
-        for r in range(world):
-            part = rows_of(x8, slice(r * share, (r + 1) * share))
-            parts.append(scaled_mm(part, w8, torch.bfloat16, True))
+        parts = [
+            scaled_mm(rows_of(x8, r * rows // world, rows // world), w8, torch.bfloat16, True)
+            for r in range(world)
+        ]
         theirs = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(theirs, torch.cat(parts))
         wrong += (pending.wait() != theirs).sum()

@@ -30,12 +30,11 @@ from ...ops import (
     tensor_scale,
 )
 from ..core.adapters import ADAPTER, Adapters, Factors, LowRank, joined_adapters
-from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_operands, input_product
+from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_product
 from ..core.inputs import check_normed, residual_alias
 from ..core.norm import Norm, parameters_of
 from ..core.products import (
     Operand,
-    Pieces,
     gemm,
     gradient_amax,
     quantize_gradient,
@@ -45,7 +44,7 @@ from ..core.products import (
     shared_scale,
     summed_gemm,
 )
-from ..core.weights import Weight, Weights, joined, joined_biases
+from ..core.weights import Weight, Weights, joined, joined_biases, stacked
 from ..function import Function, check_settings, shaped
 from ..parallel.overlap import rows_of
 from ..parallel.tensor_parallel import TensorParallel
@@ -175,57 +174,42 @@ PIECE = 128
 """Pieces have a multiple of so many rows, as the alignment of kernels and products asks."""
 
 
-def _pieces(x: torch.Tensor, call: tuple) -> list[slice] | None:
-    """The rows of each piece; None for all rows at once."""
-    _, tp, settings, *_ = call
-    count = x.numel() // x.shape[-1]
-    step = -(-count // settings.tiles)
-    step += -step % PIECE
-    if step >= count or tp.size > 1 or settings.tp_invariant:
-        return None
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
-
-
-def _stacked(parts: list[QuantizedTensor]) -> QuantizedTensor:
-    """Pieces of a pre-activation, one below the other."""
-    first = parts[0]
-    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
-    scales = torch.cat([part.scales for part in parts])
-    return QuantizedTensor(codes, scales, first.layout, first.group_size)
-
-
-def _in_pieces(
-    rows: list[slice],
-    d8: QuantizedTensor,
-    w2_t: QuantizedTensor,
-    pre8: QuantizedTensor,
-    a_scale: torch.Tensor,
-    activation: str,
-    fc1: InputProduct,
-) -> list[Any]:
-    """The gradient of fc1's output from that of the MLP's, d8: codes that dgrad's product makes a
-    piece at a time, and the transposed ones of all rows, which are filled meanwhile.
-
-    The gradient of the activation is computed twice, for the amax and for the codes.
+def _pieces(x, tp, settings) -> Any:
+    """The first row and the number of rows of each piece that ``tiles`` asks for; none where ranks
+    or a scale of forward need all rows together.
     """
-    settings, dtype = fc1.input.settings, fc1.input.dtype
+    if settings.tiles == 1 or tp.size > 1 or settings.forward_scales == "tensor":
+        return ()
+    rows = x.numel() // x.shape[-1]
+    step = max(1, -(-rows // settings.tiles // PIECE)) * PIECE
+    return [(first, min(step, rows - first)) for first in range(0, rows, step)]
+
+
+def _gradient_in_pieces(ctx, fc1, pre8, a_scale, d8, w2_t) -> list[Any]:
+    """The gradient of fc1's output from d8, that of fc2's: an iterator that makes the codes of one
+    piece after the other, for dgrad, and the transposed codes of all rows, which it fills.
+
+    The gradient of the activation is computed twice, for its amax and for the codes: whole it would
+    be as large as the transposed codes.
+    """
+    settings = fc1.input.settings
     fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
-
-    def gradient(at: slice) -> tuple[torch.Tensor, QuantizedTensor, str]:
-        return gemm(rows_of(d8, at), w2_t, dtype, settings), rows_of(pre8, at), activation
-
-    top = torch.stack([activation_grad_amax(*gradient(at)) for at in rows]).amax()
-    scale = tensor_scale(top, grad_fmt)
     codes: Any = None
+
+    def given(at: Any) -> tuple[Any, Any]:
+        return gemm(rows_of(d8, *at), w2_t, fc1.input.dtype, settings), rows_of(pre8, *at)
+
+    tops = [activation_grad_amax(*given(at), ctx.activation) for at in ctx.pieces]
+    scale = tensor_scale(torch.stack(tops).amax(), grad_fmt)
     if fc1.wgrad:
-        width = pre8.codes.shape[-2] * pre8.codes.shape[-1]
-        codes = d8.codes.new_empty(width, rows[-1].stop, dtype=grad_fmt.dtype)
+        codes = d8.codes.new_empty(pre8.codes[0].numel(), len(d8.codes), dtype=grad_fmt.dtype)
 
-    def make(at: slice) -> QuantizedTensor:
-        into = None if codes is None else codes[:, at]
-        return activation_backward(*gradient(at), grad_fmt, scale, fmt, a_scale, d8_t=into).d8
+    def codes_of(at: Any) -> QuantizedTensor:
+        into = None if codes is None else codes.narrow(1, *at)
+        scales = grad_fmt, scale, fmt, a_scale
+        return activation_backward(*given(at), ctx.activation, *scales, d8_t=into).d8
 
-    return [Pieces(rows, make), QuantizedTensor(codes, scale, "tensor")]
+    return [map(codes_of, ctx.pieces), QuantizedTensor(codes, scale, "tensor")]
 
 
 class _MLP(Function):
@@ -257,36 +241,30 @@ class _MLP(Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         _, tp, settings, count, activation, before_fc2, alias = call
         adapter, fc2_adapter = LowRank(a, b, dropout), LowRank(fc2_a, fc2_b, fc2_dropout)
-        ctx.rows = None if adapter.a is not None or fc2_adapter.a is not None else _pieces(x, call)
+        ctx.pieces = ()
+        if adapter.a is None and fc2_adapter.a is None:
+            ctx.pieces = _pieces(x, tp, settings)
+        pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters, ctx.pieces)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
         bias = joined_biases(parameters[count:])
-        a8: Any
-        if ctx.rows is None:
-            pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters)
-            pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
-            del pre
-        else:
-            block_input, y8, (w8, w_scale) = input_operands(_MLP, ctx, call, x, parameters)
-            block_input.received(y8)
-            saved = *block_input.save(), w_scale, *adapter.save()
-            made: list[QuantizedTensor] = []
-            scales: list[torch.Tensor] = []
+        made: list[Any] = []
 
-            def activated(at: slice) -> QuantizedTensor:
-                pre = gemm(rows_of(y8, at), w8, x.dtype, settings, fast_accum=True)
-                pre8, a8 = _activate(pre, bias, activation, tp, settings)
-                made.append(pre8)
-                scales.append(a8.scale)
-                return a8.q8
+        def activated(pre):
+            pre8, operand = _activate(pre, bias, activation, tp, settings)
+            made.append((pre8, operand.scale))
+            return operand.q8
 
-            a8 = Pieces(ctx.rows, activated)
+        a8: Any = map(activated, pre) if ctx.pieces else activated(pre)
+        del pre
         if before_fc2 is not None:
             before_fc2()
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         fc2_adapter.add(out, lambda: Factors(dequantize(a8, x.dtype)))
-        if ctx.rows is not None:
-            pre8, a_scale = _stacked(made), torch.stack(scales).amax()
+        pre8, a_scale = made[0]
+        if ctx.pieces:
+            all_pre8, scales = zip(*made, strict=True)
+            pre8, a_scale = stacked(all_pre8), torch.stack(scales).amax()
         more = pre8.codes, pre8.scales, a_scale, fc2_weight, w2_scale
         ctx.save_for_backward(*_MLP.Saved(*saved, *fc2_adapter.save(), *more), *parameters)
         ctx.activation = activation
@@ -312,12 +290,12 @@ class _MLP(Function):
         # While ranks agree on the scale.
         w2_t = ctx.fc2.transposed((saved.fc2_weight,), saved.w2_scale)
         d8, d8_t = quantize_gradient(dout, tp, settings, True, agreed, fc2_wgrad)
-        if ctx.rows is not None and fc1.dgrad and fc1.bias_sum is None:
+        if ctx.pieces and fc1.dgrad and fc1.bias_sum is None:
             if fc2_wgrad:
                 a8_t = activation_quantize(pre8, activation, fmt, saved.a_scale, transpose=True)
                 (dfc2,) = ctx.fc2.gradients(d8_t, a8_t)
                 del a8_t, d8_t
-            gradient = _in_pieces(ctx.rows, d8, w2_t, pre8, saved.a_scale, activation, fc1)
+            gradient = _gradient_in_pieces(ctx, fc1, pre8, saved.a_scale, d8, w2_t)
             del w2_t, d8
             dinput, dfc1 = fc1.gradients(gradient, fc1.operand(), residual, None)
             return None, *dinput, None, None, None, dfc2, *dfc1

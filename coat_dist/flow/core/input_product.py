@@ -14,37 +14,35 @@ import torch
 
 from ...formats import QuantizedTensor
 from ...ops import NormStats
+from ..parallel.overlap import rows_of
 from ..parallel.tensor_parallel import Pending
 from .adapters import ADAPTER, LowRank
 from .inputs import SAVED, NormedInput, PlainInput
-from .products import Operand, gemm, summed_gemm
+from .products import gemm, summed_gemm
 from .weights import Weight
 
-__all__ = ["SAVED_OF_PRODUCT", "InputProduct", "input_operands", "input_product"]
+__all__ = ["SAVED_OF_PRODUCT", "InputProduct", "input_product"]
 
 SAVED_OF_PRODUCT = *SAVED, "w_scale", *ADAPTER
 
 
 def input_product(
-    function: Any, ctx: Any, call: tuple, x: torch.Tensor, adapter: LowRank, parameters: tuple
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    function: Any,
+    ctx: Any,
+    call: tuple,
+    x: torch.Tensor,
+    adapter: LowRank,
+    parameters: tuple,
+    pieces: Any = (),
+) -> tuple[Any, tuple[torch.Tensor | None, ...]]:
     """In forward of ``function``: the product without biases, ``[all rows, out]``, and what is to
     be saved.
 
     Args:
         call: norm (or None), tp, settings, the number of weights, and more.
+        pieces: the first row and the number of rows of each piece; where there are any, on one
+            rank and without an adapter, the product is an iterator that makes them one by one.
     """
-    block_input, y8, (w8, scale) = input_operands(function, ctx, call, x, parameters)
-    out = gemm(y8, w8, x.dtype, call[2], fast_accum=True)
-    block_input.received(y8)
-    adapter.add(out, lambda: block_input.factors(x))
-    return out, (*block_input.save(), scale, *adapter.save())
-
-
-def input_operands(
-    function: Any, ctx: Any, call: tuple, x: torch.Tensor, parameters: tuple
-) -> tuple[Any, Any, Operand]:
-    """What is saved of x, and both operands of the product."""
     norm, tp, settings, count, *_ = call
     block_input: Any
     y8: Any
@@ -54,8 +52,16 @@ def input_operands(
     else:
         block_input, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
     ctx.weight = Weight(parameters[:count], tp, settings)
+    w8, scale = ctx.weight.quantized()
+    out: Any
+    if pieces:
+        out = (gemm(rows_of(y8, *at), w8, x.dtype, settings, fast_accum=True) for at in pieces)
+    else:
+        out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
+    block_input.received(y8)
+    adapter.add(out, lambda: block_input.factors(x))
     ctx.input, ctx.shape, ctx.count = block_input.options(), x.shape, count
-    return block_input, y8, ctx.weight.quantized()
+    return out, (*block_input.save(), scale, *adapter.save())
 
 
 class InputProduct:
@@ -119,12 +125,11 @@ class InputProduct:
             w8_t = weight.transposed(self._weights, self._scale)
             tp, settings = block_input.tp, block_input.settings
             dy = summed_gemm(d8, w8_t, block_input.dtype, tp, settings)
-            del w8_t
+            del w8_t, d8
             dinput = dy.then(
                 lambda dy: block_input.backward(adapter.add_gradient(dy), self._want, residual)
             ).settled()
             del dy
-        del d8
         if operand is not None:
             dweights = weight.gradients(d8_t, operand.wait(), self._want_weights)
         if dinput is not None:

@@ -27,7 +27,7 @@ of rows of which each rank holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +47,11 @@ from ...ops import (
     tensor_scale,
     transpose,
 )
-from ..parallel.overlap import Product, Rows, scattered_product
+from ..parallel.overlap import Rows, scattered_product
 from ..parallel.tensor_parallel import Pending, TensorParallel
 
 __all__ = [
     "Operand",
-    "Pieces",
     "check_input",
     "gather_operand",
     "gemm",
@@ -76,28 +75,6 @@ class Operand(NamedTuple):
     """What is multiplied: layout "tensor" or "row"."""
     scale: torch.Tensor
     """fp32 scalar, to be saved: backward quantizes the same values with it, transposed."""
-
-
-class Pieces(NamedTuple):
-    """An operand whose rows are made a piece at a time, each when it is multiplied, so that they
-    never exist together.
-    """
-
-    rows: Sequence[slice]
-    """Of each piece, in order."""
-    make: Callable[[slice], QuantizedTensor]
-
-    def multiply(self, product: Product, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """As :meth:`Rows.multiply`."""
-        out: Any = None
-        for at in self.rows:
-            piece = self.make(at)
-            if out is None:
-                device = piece.codes.device
-                out = torch.empty(self.rows[-1].stop, n, dtype=dtype, device=device)
-            product(piece, out[at])
-            del piece
-        return out
 
 
 def row_operand(q8: QuantizedTensor, tp: TensorParallel, settings: ActivationConfig) -> Operand:
@@ -273,7 +250,7 @@ def quantize_gradient(
 
 
 def gemm(
-    a: QuantizedTensor | Rows | Pieces,
+    a: QuantizedTensor | Rows | Iterator[QuantizedTensor],
     b: QuantizedTensor,
     dtype: torch.dtype,
     settings: ActivationConfig,
@@ -281,9 +258,12 @@ def gemm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``, in
-    ``out`` if given. Rows that are still coming, and pieces, are multiplied as they come.
+    ``out`` if given. Rows that are still coming are multiplied as they come, and so are pieces of
+    rows that an iterator makes, each of which is dropped before the next one is made.
     """
-    if isinstance(a, Rows | Pieces):
+    if isinstance(a, Iterator):
+        return torch.cat([*map(lambda piece: gemm(piece, b, dtype, settings, fast_accum), a)])
+    if isinstance(a, Rows):
         return a.multiply(
             lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), b.codes.shape[0], dtype
         )
@@ -305,7 +285,7 @@ def summed_gemm(
     """``a @ b.T`` where the summed dimension is split over ranks; the sum over ranks is under way.
 
     Args:
-        a: also :class:`Pieces`, on one rank.
+        a: on one rank also an iterator, as in :func:`gemm`.
 
     Returns:
         The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.

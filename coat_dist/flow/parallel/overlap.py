@@ -63,9 +63,8 @@ class Rows:
 
     def _part(self, rank: int, product: Product, out: torch.Tensor) -> None:
         m = self.own.codes.shape[0]
-        at = slice(rank * m, (rank + 1) * m)
         self._coming[rank].wait()
-        product(rows_of(self._whole, at), out[at])
+        product(rows_of(self._whole, rank * m, m), out[rank * m : (rank + 1) * m])
 
 
 @outside_of_graphs
@@ -84,10 +83,10 @@ def scattered_product(
     peers.fork()
     for step, other in enumerate(others, 1):
         to, source = (rank + step) % size, (rank - step) % size
-        product(rows_of(a, slice(to * m, (to + 1) * m)), room[step - 1].view(dtype).view(m, n))
+        product(rows_of(a, to * m, m), room[step - 1].view(dtype).view(m, n))
         if step == 1:
             with peers.beside():
-                product(rows_of(a, slice(rank * m, (rank + 1) * m)), own)
+                product(rows_of(a, rank * m, m), own)
         peers.written()
         fetched.append(peers.fetch(sizes, {source: {step - 1: other}})[source])
     peers.join()
@@ -103,7 +102,7 @@ def scattered_product(
     return Pending(total, tuple(fetched))
 
 
-def rows_of(q: QuantizedTensor, at: slice) -> QuantizedTensor:
+def rows_of(q: QuantizedTensor, first: int, count: int) -> QuantizedTensor:
     """Some rows of a tensor of any layout."""
-    scales = q.scales if q.layout == "tensor" else q.scales[at]
-    return QuantizedTensor(q.codes[at], scales, q.layout, q.group_size)
+    scales = q.scales if q.layout == "tensor" else q.scales[first : first + count]
+    return QuantizedTensor(q.codes[first : first + count], scales, q.layout, q.group_size)
