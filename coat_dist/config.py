@@ -186,10 +186,18 @@ class ActivationConfig(_Block):
     """Where these codes are: "cpu" keeps them in pinned host memory, and loads those of a layer
     while backward is at the next.
     """
-    recompute: int | None = Field(default=None, ge=0)
+    recompute: Any = None
     """How many layers gradient checkpointing recomputes: the first ones of each stack; the others
-    keep what backward needs. A number turns it on by itself; null recomputes all layers where the
+    keep what backward needs. A number turns it on by itself; "auto" finds, for the longest stack,
+    the smallest that fits, by the peak of the first step. null recomputes all layers where the
     program turns it on.
+    """
+    tiles: int = Field(default=1, ge=1)
+    """In how many pieces of tokens (multiples of 128) an MLP runs, one after the other, so that the
+    tensors inside an MLP exist for one piece at a time: for long sequences. Results keep their
+    bits; backward multiplies the output's gradient by fc2's weight twice. An MLP runs in one piece
+    with adapters, in grouped experts, over tensor-parallel ranks and with ``forward_scales``
+    "tensor"; its backward also where a bias of fc1 trains.
     """
     loss: Literal["chunked", "kept", "plain"] = "chunked"
     """A model's own loss: "chunked" never holds all logits and makes them again in backward; "kept"
@@ -220,6 +228,9 @@ class ActivationConfig(_Block):
             _refuse(
                 "tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true"
             )
+        n = self.recompute
+        if n not in (None, "auto") and (type(n) is not int or n < 0):
+            _refuse("recompute", json.dumps(n), 'an integer >= 0, "auto" or null')
         if self.frozen_weights == "fp8" and self.forward_scales == "tensor":
             _refuse("frozen_weights", '"fp8" with forward_scales "tensor"', '"bf16"')
         if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice

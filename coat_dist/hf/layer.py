@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
 
 from .. import flow
@@ -31,11 +30,10 @@ from .modules import (
     inlined,
     norm_of,
     opaque,
-    runs_flow,
 )
 from .recognize import Attention, LayerNorms, rotation_of
 
-__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "RecomputedLayer", "Sides"]
+__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
 
 
 @once_per_tensor
@@ -144,44 +142,6 @@ class DecoderLayer(Block):
             if why not in report.notes and not torch.compiler.is_compiling():
                 first.register_hook(functools.partial(_warn, report, why))
         return out
-
-
-class RecomputedLayer(DecoderLayer):
-    """A layer where the block says which layers gradient checkpointing recomputes, or what it keeps
-    of them. transformers sets two attributes on every layer, before the patch or after it, and
-    reads them in every call: here they are properties.
-    """
-
-    @property
-    def gradient_checkpointing(self: Any) -> bool:
-        if not self.coat.recompute:
-            return False
-        by_number = self.coat.settings.recompute is not None and torch.is_grad_enabled()
-        # A layer that is recomputed drops its cache, so calls with one recompute nothing.
-        return self.__dict__.get("gradient_checkpointing", by_number and runs_flow(self))
-
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self: Any, on: bool) -> None:
-        self.__dict__["gradient_checkpointing"] = on
-
-    @property
-    def _gradient_checkpointing_func(self: Any) -> Callable[..., Any]:
-        return self.coat_checkpoint
-
-    @_gradient_checkpointing_func.setter
-    def _gradient_checkpointing_func(self: Any, function: Callable[..., Any]) -> None:
-        self.__dict__["_gradient_checkpointing_func"] = function
-
-    @opaque
-    def coat_checkpoint(self: Any, function: Callable[..., Any], *args: Any) -> Any:
-        checkpoint = self.__dict__.get("_gradient_checkpointing_func", _recomputed)
-        if self.coat.compress and args and fits(args[0]):
-            return flow.checkpoint_codes(checkpoint, self.coat.settings, function, *args)
-        return checkpoint(function, *args)
-
-
-_recomputed = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-"""The checkpoint of layers for which the program has not chosen one."""
 
 
 def _takes_norm(block: Any) -> bool:

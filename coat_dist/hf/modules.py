@@ -74,8 +74,10 @@ class Part(NamedTuple):
     names in the module, and their classes before the patch. Of those that are ``nn.Linear``, the
     flow reads the weights; they may stand inside of adapters.
     """
-    recompute: bool = True
-    """Of a layer: whether gradient checkpointing recomputes it."""
+    recompute: Any = True
+    """Of a layer: whether gradient checkpointing recomputes it, or the ``Dial`` that says so, and
+    its number.
+    """
     compress: bool = False
     """Of a layer: whether gradient checkpointing keeps codes of its input."""
 

@@ -10,6 +10,8 @@ Tiles that are written transposed are taken by packets of four rows, as in ``ker
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -57,6 +59,7 @@ def _backward_kernel(
     d8_t,
     a8_t,
     dbias,
+    stride,
     rows,
     columns,
     groups,
@@ -70,7 +73,7 @@ def _backward_kernel(
 ):
     """PACK rows of codes make an element of a transposed result; 0: nothing is written but the
     amax. ``blocks``: the expert of each BLOCK rows, whose scales and amax they have; ``weight`` of
-    what ``source`` counts multiplies a row's activation.
+    what ``source`` counts multiplies a row's activation. ``stride``: of d8_t, where it has gaps.
     """
     STEP: tl.constexpr = max(PACK, 1)
     packet = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
@@ -134,6 +137,8 @@ def _backward_kernel(
         height = rows // PACK
         there = (packet < height) & (column < columns)
         store_turned(a8_t, acts, packet, column, height, there)
+        if stride is not None:
+            height = stride // PACK
         store_turned(d8_t, gates, packet, first, height, there)
         at = tl.program_id(0).to(tl.int64) * P.parts * columns + first
         if P.parts == 2:
@@ -198,7 +203,7 @@ def activation_grad_amax(
         amax = amax_buffer(da.device)
     else:
         amax = da.new_zeros(rows.experts, dtype=torch.float32)
-    _backward(da, pre8, activation, None, None, amax, (None,) * 4, E4M3, E4M3, 0, AMAX_TILE, rows)
+    _backward(da, pre8, activation, None, None, amax, (None,) * 5, E4M3, E4M3, 0, AMAX_TILE, rows)
     return amax
 
 
@@ -213,6 +218,7 @@ def activation_backward(
     bias_sum: torch.dtype | None = None,
     rows: ExpertRows | None = None,
     factor: torch.Tensor | None = None,
+    d8_t: torch.Tensor | None = None,
 ) -> ActivationGradients:
     """See :func:`coat_dist.reference.activation.activation_backward`.
 
@@ -223,11 +229,16 @@ def activation_backward(
     width = columns * ACTIVATIONS[activation].parts
     tiles = cdiv(height, BACKWARD_TILE[0])
     d8 = da.new_empty(height, width, dtype=grad_fmt.dtype)
-    d8_t = da.new_empty(width, height, dtype=grad_fmt.dtype)
+    stride = None
+    if d8_t is None:
+        d8_t = da.new_empty(width, height, dtype=grad_fmt.dtype)
+    else:
+        stride = d8_t.stride(0)
     a8_t = da.new_empty(columns, height, dtype=fmt.dtype)
     sums = None if bias_sum is None else da.new_empty(tiles, width, dtype=torch.float32)
-    pack, word = packet(height)
-    outputs = d8, d8_t.view(word), a8_t.view(word), sums
+    # Rows of d8_t have to begin at whole words.
+    pack, word = packet(math.gcd(height, d8_t.stride(0), d8_t.storage_offset()))
+    outputs = d8, d8_t.view(word), a8_t.view(word), sums, stride
     _backward(
         da,
         pre8,

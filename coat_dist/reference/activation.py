@@ -295,6 +295,7 @@ def activation_backward(
     bias_sum: torch.dtype | None = None,
     rows: ExpertRows | None = None,
     factor: torch.Tensor | None = None,
+    d8_t: torch.Tensor | None = None,
 ) -> ActivationGradients:
     """Backward's second pass.
 
@@ -307,6 +308,8 @@ def activation_backward(
         rows: whose rows these are; scales are those of experts, ``[experts]``, and so is the
             gradient of the bias, ``[experts, parts f]``.
         factor: as in :func:`activation_factor_grad`; ``factor * a`` is the activation.
+        d8_t: takes the transposed codes ``[parts f, rows]``: whole columns of a wider contiguous
+            matrix.
     """
     a = activation_apply(pre8, activation)
     layout, grad_scales, scales = "tensor", grad_scale, scale
@@ -323,10 +326,13 @@ def activation_backward(
         dbias = gradient.new_zeros(rows.experts, gradient.shape[1], dtype=bias_sum)
         dbias.index_add_(0, owner, gradient.to(bias_sum))
     d8 = requantize_rows(gradient, grad_fmt, grad_scales).codes
+    turned = d8.t().contiguous()
+    if d8_t is not None:
+        turned = d8_t.copy_(turned)
     a8 = requantize_rows(a, fmt, scales).codes
     return ActivationGradients(
         QuantizedTensor(d8, grad_scale, layout),
-        QuantizedTensor(d8.t().contiguous(), grad_scale, layout),
+        QuantizedTensor(turned, grad_scale, layout),
         QuantizedTensor(a8.t().contiguous(), scale, layout),
         dbias,
     )

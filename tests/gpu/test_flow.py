@@ -18,6 +18,7 @@ from coat_dist.reference.quantize import (
     tensor_scale,
 )
 from tests.coat_dist.flow import test_adapters as adapters
+from tests.coat_dist.flow import test_tiles as tiles
 from tests.coat_dist.flow.common import Layer, median_error, relative_error
 from tests.support import equal
 from tests.support.devices import nothing_waits
@@ -180,6 +181,12 @@ def test_nothing_waits_for_the_gpu(forward, scales):
     with nothing_waits():
         vocab_parallel_cross_entropy(layer.flow(x, config), labels, ONE).mean().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", tiles.CASES)
+def test_tiles(name):
+    with torch.device("cuda"):
+        tiles.test_pieces_have_the_bits_of_the_whole(name, 3, 8208, 1024, 3584)
 
 
 @pytest.mark.parametrize("name", adapters.ALL)

@@ -27,6 +27,7 @@ from ...ops import (
     quantize_groups,
     scale_rows_backward,
     take_rows,
+    tensor_scale,
 )
 from ..core.adapters import ADAPTER, Adapters, Factors, LowRank, joined_adapters
 from ..core.input_product import SAVED_OF_PRODUCT, InputProduct, input_product
@@ -43,8 +44,9 @@ from ..core.products import (
     shared_scale,
     summed_gemm,
 )
-from ..core.weights import Weight, Weights, joined, joined_biases
+from ..core.weights import Weight, Weights, joined, joined_biases, stacked
 from ..function import Function, check_settings, shaped
+from ..parallel.overlap import rows_of
 from ..parallel.tensor_parallel import TensorParallel
 
 __all__ = ["mlp", "norm_mlp", "scale_rows"]
@@ -168,6 +170,48 @@ def _activate(
     return pre8, Operand(activation_quantize(source, activation, fmt, scale, bias=bias), scale)
 
 
+PIECE = 128
+"""Pieces have a multiple of so many rows, as the alignment of kernels and products asks."""
+
+
+def _pieces(x, tp, settings) -> Any:
+    """The first row and the number of rows of each piece that ``tiles`` asks for; none where ranks
+    or a scale of forward need all rows together.
+    """
+    if settings.tiles == 1 or tp.size > 1 or settings.forward_scales == "tensor":
+        return ()
+    rows = x.numel() // x.shape[-1]
+    step = max(1, -(-rows // settings.tiles // PIECE)) * PIECE
+    return [(first, min(step, rows - first)) for first in range(0, rows, step)]
+
+
+def _gradient_in_pieces(ctx, fc1, pre8, a_scale, d8, w2_t) -> list[Any]:
+    """The gradient of fc1's output from d8, that of fc2's: an iterator that makes the codes of one
+    piece after the other, for dgrad, and the transposed codes of all rows, which it fills.
+
+    The gradient of the activation is computed twice, for its amax and for the codes: whole it would
+    be as large as the transposed codes.
+    """
+    settings = fc1.input.settings
+    fmt, grad_fmt = FORMATS[settings.format], FORMATS[settings.grad_format]
+    codes: Any = None
+
+    def given(at: Any) -> tuple[Any, Any]:
+        return gemm(rows_of(d8, *at), w2_t, fc1.input.dtype, settings), rows_of(pre8, *at)
+
+    tops = [activation_grad_amax(*given(at), ctx.activation) for at in ctx.pieces]
+    scale = tensor_scale(torch.stack(tops).amax(), grad_fmt)
+    if fc1.wgrad:
+        codes = d8.codes.new_empty(pre8.codes[0].numel(), len(d8.codes), dtype=grad_fmt.dtype)
+
+    def codes_of(at: Any) -> QuantizedTensor:
+        into = None if codes is None else codes.narrow(1, *at)
+        scales = grad_fmt, scale, fmt, a_scale
+        return activation_backward(*given(at), ctx.activation, *scales, d8_t=into).d8
+
+    return [map(codes_of, ctx.pieces), QuantizedTensor(codes, scale, "tensor")]
+
+
 class _MLP(Function):
     saves = (
         *SAVED_OF_PRODUCT,
@@ -197,16 +241,30 @@ class _MLP(Function):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         _, tp, settings, count, activation, before_fc2, alias = call
         adapter, fc2_adapter = LowRank(a, b, dropout), LowRank(fc2_a, fc2_b, fc2_dropout)
-        pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters)
+        ctx.pieces = ()
+        if adapter.a is None and fc2_adapter.a is None:
+            ctx.pieces = _pieces(x, tp, settings)
+        pre, saved = input_product(_MLP, ctx, call, x, adapter, parameters, ctx.pieces)
         ctx.fc2 = Weight((fc2_weight,), tp, settings, split=True)
         bias = joined_biases(parameters[count:])
-        pre8, (a8, a_scale) = _activate(pre, bias, activation, tp, settings)
+        made: list[Any] = []
+
+        def activated(pre):
+            pre8, operand = _activate(pre, bias, activation, tp, settings)
+            made.append((pre8, operand.scale))
+            return operand.q8
+
+        a8: Any = map(activated, pre) if ctx.pieces else activated(pre)
         del pre
         if before_fc2 is not None:
             before_fc2()
         w2, w2_scale = ctx.fc2.quantized()
         out = summed_gemm(a8, w2, x.dtype, tp, settings, fast_accum=True).wait()
         fc2_adapter.add(out, lambda: Factors(dequantize(a8, x.dtype)))
+        pre8, a_scale = made[0]
+        if ctx.pieces:
+            all_pre8, scales = zip(*made, strict=True)
+            pre8, a_scale = stacked(all_pre8), torch.stack(scales).amax()
         more = pre8.codes, pre8.scales, a_scale, fc2_weight, w2_scale
         ctx.save_for_backward(*_MLP.Saved(*saved, *fc2_adapter.save(), *more), *parameters)
         ctx.activation = activation
@@ -232,6 +290,15 @@ class _MLP(Function):
         # While ranks agree on the scale.
         w2_t = ctx.fc2.transposed((saved.fc2_weight,), saved.w2_scale)
         d8, d8_t = quantize_gradient(dout, tp, settings, True, agreed, fc2_wgrad)
+        if ctx.pieces and fc1.dgrad and fc1.bias_sum is None:
+            if fc2_wgrad:
+                a8_t = activation_quantize(pre8, activation, fmt, saved.a_scale, transpose=True)
+                (dfc2,) = ctx.fc2.gradients(d8_t, a8_t)
+                del a8_t, d8_t
+            gradient = _gradient_in_pieces(ctx, fc1, pre8, saved.a_scale, d8, w2_t)
+            del w2_t, d8
+            dinput, dfc1 = fc1.gradients(gradient, fc1.operand(), residual, None)
+            return None, *dinput, None, None, None, dfc2, *dfc1
         da = fc2_adapter.add_gradient(gemm(d8, w2_t, dtype, settings))
         del w2_t, d8  # like all that follow: the peak of a step is in this function
         top = activation_grad_amax(da, pre8, activation)

@@ -14,6 +14,7 @@ import torch
 
 from ...formats import QuantizedTensor
 from ...ops import NormStats
+from ..parallel.overlap import rows_of
 from ..parallel.tensor_parallel import Pending
 from .adapters import ADAPTER, LowRank
 from .inputs import SAVED, NormedInput, PlainInput
@@ -26,13 +27,21 @@ SAVED_OF_PRODUCT = *SAVED, "w_scale", *ADAPTER
 
 
 def input_product(
-    function: Any, ctx: Any, call: tuple, x: torch.Tensor, adapter: LowRank, parameters: tuple
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    function: Any,
+    ctx: Any,
+    call: tuple,
+    x: torch.Tensor,
+    adapter: LowRank,
+    parameters: tuple,
+    pieces: Any = (),
+) -> tuple[Any, tuple[torch.Tensor | None, ...]]:
     """In forward of ``function``: the product without biases, ``[all rows, out]``, and what is to
     be saved.
 
     Args:
         call: norm (or None), tp, settings, the number of weights, and more.
+        pieces: the first row and the number of rows of each piece; where there are any, on one
+            rank and without an adapter, the product is an iterator that makes them one by one.
     """
     norm, tp, settings, count, *_ = call
     block_input: Any
@@ -44,7 +53,11 @@ def input_product(
         block_input, y8 = NormedInput.forward(x.reshape(-1, x.shape[-1]), norm, tp, settings)
     ctx.weight = Weight(parameters[:count], tp, settings)
     w8, scale = ctx.weight.quantized()
-    out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
+    out: Any
+    if pieces:
+        out = (gemm(rows_of(y8, *at), w8, x.dtype, settings, fast_accum=True) for at in pieces)
+    else:
+        out = gemm(y8, w8, x.dtype, settings, fast_accum=True)
     block_input.received(y8)
     adapter.add(out, lambda: block_input.factors(x))
     ctx.input, ctx.shape, ctx.count = block_input.options(), x.shape, count
@@ -72,7 +85,7 @@ class InputProduct:
         wanted = function.needs(ctx, "parameters")
         self._want_weights, self._want_biases = wanted[: ctx.count], wanted[ctx.count :]
         self._want = [function.needs(ctx, name) for name in ("x", "norm_weight", "norm_bias")]
-        self.wgrad = any(self._want_weights)
+        self.dgrad, self.wgrad = any(self._want), any(self._want_weights)
         self.bias_sum = None
         """The dtype in which the biases' gradients are summed; None where none is wanted."""
         if any(self._want_biases):
@@ -108,16 +121,15 @@ class InputProduct:
         dweights, dbiases = [None] * len(self._weights), [None] * len(self._biases)
         if sums is not None:
             dbiases = weight.bias_gradients(sums, self._biases, self._want_biases)
-        if any(self._want):
+        if self.dgrad:
             w8_t = weight.transposed(self._weights, self._scale)
             tp, settings = block_input.tp, block_input.settings
             dy = summed_gemm(d8, w8_t, block_input.dtype, tp, settings)
-            del w8_t
+            del w8_t, d8
             dinput = dy.then(
                 lambda dy: block_input.backward(adapter.add_gradient(dy), self._want, residual)
             ).settled()
             del dy
-        del d8
         if operand is not None:
             dweights = weight.gradients(d8_t, operand.wait(), self._want_weights)
         if dinput is not None:

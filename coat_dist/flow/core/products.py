@@ -27,7 +27,7 @@ of rows of which each rank holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -250,7 +250,7 @@ def quantize_gradient(
 
 
 def gemm(
-    a: QuantizedTensor | Rows,
+    a: QuantizedTensor | Rows | Iterator[QuantizedTensor],
     b: QuantizedTensor,
     dtype: torch.dtype,
     settings: ActivationConfig,
@@ -258,8 +258,11 @@ def gemm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``a @ b.T`` where every rank has all of the summed dimension; ``[m, n]`` of ``dtype``, in
-    ``out`` if given. Rows that are still coming are multiplied as they come.
+    ``out`` if given. Rows that are still coming are multiplied as they come, and so are pieces of
+    rows that an iterator makes, each of which is dropped before the next one is made.
     """
+    if isinstance(a, Iterator):
+        return torch.cat([*map(lambda piece: gemm(piece, b, dtype, settings, fast_accum), a)])
     if isinstance(a, Rows):
         return a.multiply(
             lambda part, out: scaled_mm(part, b, dtype, fast_accum, out), b.codes.shape[0], dtype
@@ -272,7 +275,7 @@ def gemm(
 
 
 def summed_gemm(
-    a: QuantizedTensor,
+    a: Any,
     b: QuantizedTensor,
     dtype: torch.dtype,
     tp: TensorParallel,
@@ -280,6 +283,9 @@ def summed_gemm(
     fast_accum: bool = False,
 ) -> Pending[torch.Tensor]:
     """``a @ b.T`` where the summed dimension is split over ranks; the sum over ranks is under way.
+
+    Args:
+        a: on one rank also an iterator, as in :func:`gemm`.
 
     Returns:
         The sum, ``[m, n]``, or this rank's rows of it, ``[m / tp, n]``, with sequence parallelism.
@@ -292,10 +298,10 @@ def summed_gemm(
         return reduce(code_products(a, b)).then(
             lambda sums: scale_and_round(sums, a_scales, b_scales, dtype)
         )
-    m, n = a.codes.shape[0], b.codes.shape[0]
+    n = b.codes.shape[0]
     if (
         tp.sharded
-        and m % tp.size == 0
+        and (m := a.codes.shape[0]) % tp.size == 0
         and (peers := tp.peers(m // tp.size * n, dtype.itemsize, a.codes.device))
     ):
         return scattered_product(

@@ -52,6 +52,7 @@ __all__ = [
     "invalidate_weights",
     "joined",
     "joined_biases",
+    "stacked",
     "weight_changes",
 ]
 
@@ -105,7 +106,7 @@ class Weight:
             parts = []
             for p in map(codes_of, parameters):
                 parts.append(p if isinstance(p, QuantizedTensor) else quantize_rows(p, fmt, True))
-            return row_operand(_stacked(parts), tp, settings)
+            return row_operand(stacked(parts), tp, settings)
         if len(parameters) == 1:
             return quantize_input(first, tp, settings, self.split)
         codes = torch.empty(sum(self.rows), first.shape[1], dtype=fmt.dtype, device=first.device)
@@ -157,7 +158,7 @@ class Weight:
                 found.append(quantize_rows(parameter, fmt, aligned=True))
             else:
                 found.append(quantize_tensor(parameter, fmt, scales))
-        return _stacked(found)
+        return stacked(found)
 
     def gradients(
         self, d8_t: QuantizedTensor, x8_t: QuantizedTensor, wanted: Sequence[bool] = (True,)
@@ -203,16 +204,16 @@ class Weight:
         return found
 
 
-def _stacked(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Weights of one product, one below the other: scaled by rows, or with one scale for all."""
+def stacked(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Tensors of one layout, one below the other; of layout "tensor" with one scale for all."""
     first = parts[0]
     if len(parts) == 1:
         return first
     scales = first.scales
-    if first.layout == "row":
+    if first.layout != "tensor":
         scales = torch.cat([q8.scales for q8 in parts])
     codes = torch.cat([q8.codes.view(torch.uint8) for q8 in parts]).view(first.codes.dtype)
-    return QuantizedTensor(codes, scales, first.layout)
+    return QuantizedTensor(codes, scales, first.layout, first.group_size)
 
 
 def joined_biases(biases: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -103,6 +103,6 @@ def scattered_product(
 
 
 def rows_of(q: QuantizedTensor, first: int, count: int) -> QuantizedTensor:
-    """Some rows of a tensor with one scale, or with one a row."""
-    scales = q.scales[first : first + count] if q.layout == "row" else q.scales
-    return QuantizedTensor(q.codes[first : first + count], scales, q.layout)
+    """Some rows of a tensor of any layout."""
+    scales = q.scales if q.layout == "tensor" else q.scales[first : first + count]
+    return QuantizedTensor(q.codes[first : first + count], scales, q.layout, q.group_size)

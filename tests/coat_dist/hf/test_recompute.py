@@ -13,7 +13,7 @@ from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.blocks import boundary
 from coat_dist.flow.core.products import saved_format
 from coat_dist.flow.saved import saved_for_backward
-from coat_dist.hf import patch_model
+from coat_dist.hf import patch_model, recompute
 from coat_dist.hf.layer import DecoderLayer
 from coat_dist.ops import dequantize, quantize_groups
 
@@ -99,6 +99,23 @@ def test_the_first_layers_recompute(reentrant, boundaries, ran):
         assert [layer for layer, _ in ran[LAYERS:]] == list(model.model.layers[:n])[::-1]
         assert boundaries == "fp8" and n or same(found, grads)
     assert bytes_[0] == bytes_[1] and bytes_[1:] == sorted(set(bytes_), reverse=True)
+
+
+@pytest.mark.parametrize(("usable", "n"), [(1000, 2), (1099, 2), (1100, 1), (5000, 0), (700, 4)])
+def test_auto_recomputes_the_fewest_layers_that_fit(usable, n, ran, monkeypatch):
+    """With layers that keep 100 bytes of a GPU whose peak was 1000."""
+    model = built(recompute="auto")
+    monkeypatch.setattr(recompute, "_memory", lambda: (100 * len(ran), 1000, usable))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    counts = []
+    for _ in range(4):
+        model.eval()(tokens())
+        ran.clear()
+        step(model.train())
+        counts.append(len(ran) - LAYERS)
+        if len(counts) != 1:  # gradients of two batches are summed first
+            optimizer.step()
+    assert counts == [2, 2, n, n]
 
 
 @pytest.mark.parametrize(
