@@ -106,10 +106,3 @@ def test_settings_are_read_once_and_accepted_everywhere(tmp_path, monkeypatch):
     engines["optimizer"]["params"]["lr"] = 1.0
     assert settings.values["optimizer.params.lr"] == 3e-4, "the engine has a copy"
     assert "coat" not in engines and "_comment" not in engines
-
-
-def test_settings_keep_what_was_read_where_the_dict_changes():
-    given = {"optimizer": {"type": "CoatAdamW", "params": {"betas": [0.9, 0.95]}}}
-    settings = Settings.read(given)
-    given["optimizer"]["params"]["betas"][0] = 0.1
-    assert settings.values["optimizer.params.betas"] == [0.9, 0.95]

@@ -28,6 +28,7 @@ import torch
 
 from coat_dist import shared_folders
 from tests.coat_dist.checkpoint.small_saves import (
+    BF16,
     build,
     flip,
     listed,
@@ -41,7 +42,7 @@ from tests.coat_dist.checkpoint.small_saves import (
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.launch.disk import PLACES, Failing
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,17 @@ def another_shape(path: Path) -> None:
 
 OPTIMIZER, MODEL, MANIFEST = "b/*optim_states.pt", "b/*model_states.pt", "b/manifest.json"
 DAMAGES = {
-    "missing": Path.unlink,
-    "empty": written(b""),
-    "truncated": lambda path: os.truncate(path, path.stat().st_size - 7),
-    "flipped": flip,
-    "garbage": lambda path: path.write_bytes(os.urandom(5000)),
-    "a folder": a_folder,
+    "missing": (Path.unlink, "missing"),
+    "empty": (written(b""), "damaged (is 0 bytes, was "),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 7), "damaged (is "),
+    "flipped": (flip, "damaged (its checksum is not that of the manifest)"),
+    "garbage": (lambda path: path.write_bytes(os.urandom(5000)), "damaged (is "),
+    "a folder": (a_folder, "cannot be read ("),
 }
 LOADS = {
-    f"{file[2:]} {way}": Load(damage, "{file}", file)
+    f"{file[2:]} {way}": Load(damage, "{file}: " + ("" if file == MANIFEST else says), file)
     for file in (OPTIMIZER, MODEL, MANIFEST)
-    for way, damage in DAMAGES.items()
+    for way, (damage, says) in DAMAGES.items()
     if (file, way) not in ((MANIFEST, "missing"), (MANIFEST, "flipped"))
 }
 LOADS |= {
@@ -121,7 +122,11 @@ LOADS |= {
     "a file of another save": Load(of_another_save, "{file}: damaged", OPTIMIZER),
     "one file too many": Load(foreign, "is of another checkpoint", OPTIMIZER),
     "latest, empty": Load(written(b""), "{file}: ", "latest"),
-    "latest, of nothing": Load(written(b"global_step99"), "{file}: ", "latest"),
+    "latest, of nothing": Load(
+        written(b"global_step99"),
+        "{file}: got 'global_step99', which is no checkpoint in {root}, accepted: a, b",
+        "latest",
+    ),
     "latest, binary": Load(written(b"\xff\x00\xfe"), "{file}: ", "latest"),
     "latest, elsewhere": Load(written(b"../b"), "{file}: ", "latest"),
     "latest, unfinished": Load(written(b".unfinished-b"), "{file}: ", "latest"),
@@ -252,6 +257,10 @@ def failing_copy(engine):
     return mock.patch("deepspeed.runtime.engine.copyfile", side_effect=problem)
 
 
+def nothing_written(engine):
+    return mock.patch.object(torch, "save", lambda state, path, **_: Path(path).touch())
+
+
 def failing_flush(engine):
     return Failing("fsync", 1, for_good=False)
 
@@ -290,6 +299,7 @@ SAVES = {
         "y",
         ["rank 0: ", "Input/output error"],
     ),
+    "a file that stays empty": (1, nothing_written, "y", ["rank_1_mp_rank_00_", ".pt: is empty"]),
     "a file that cannot be flushed": (1, failing_flush, "y", ["pp_rank_1_", "Input/output error"]),
     "a hook that raises": (1, a_failing_hook, "y", ["rank 1: ", "KeyError: 'of one rank'"]),
     "a folder of a node's own": (
@@ -372,7 +382,7 @@ def kill_in_turn(save_once, call):
 
 
 def killed(rank, world, folder):
-    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    engine = small(BF16)
     step(engine)
     engine.save_checkpoint(folder, tag="a")
     old, found = weights(engine), {}
@@ -386,7 +396,7 @@ def killed(rank, world, folder):
             points += not ended
             path, _ = engine.load_checkpoint(folder)
             got = weights(engine)
-            if path is None or not any(all(map(torch.equal, got, one)) for one in (old, new)):
+            if path is None or not any(equal(got, one) for one in (old, new)):
                 wrong.append(f"{nth}: {path}")
             engine.save_checkpoint(folder, tag="c")
             if ".unfinished" in " ".join(listed(folder)):

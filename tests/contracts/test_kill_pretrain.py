@@ -40,7 +40,7 @@ from tests.launch.launchers import (
 )
 from tests.launch.pretrain_runs import command, configuration, make_universal
 from tests.launch.saved_steps import Engine, progress, start
-from tests.support import Nodes, free_port, run_ranks
+from tests.support import Nodes, free_port, run_ranks, slow
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="starts ranks on the CPU")
 
@@ -153,9 +153,7 @@ class OnNodes:
 
 @on_a_cpu
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if k.slow else n for n, k in KILLS.items()]
-)
+@pytest.mark.parametrize("name", [slow(n) if k.slow else n for n, k in KILLS.items()])
 def test_pretrain_continues_after_a_kill(work, tmp_path, name):  # noqa: F811
     case, run, save = KILLS[name], tmp_path / "run", tmp_path / "save"
     more = ["--save-interval", "4", "--lr-schedule", "constant"]
@@ -246,7 +244,7 @@ def all_places(rank, world, folder, for_good, second):
     [
         (True, 2),
         (False, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 1))),
+        *(slow(*case) for case in ((False, 2), (True, 1))),
     ],
 )
 def test_save_leaves_a_whole_checkpoint_after_an_error_anywhere(tmp_path, for_good, second):

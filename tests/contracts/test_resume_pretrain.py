@@ -23,7 +23,7 @@ from tests.launch.pretrain_runs import (
     make_universal,
     weights_of,
 )
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow) if c.slow else n for n, c in CASES.items()],
+    [slow(n) if c.slow else n for n, c in CASES.items()],
 )
 def test_resume_continues_the_run(work, tmp_path, name):  # noqa: F811
     case = CASES[name]

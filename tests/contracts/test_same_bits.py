@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from coat_dist.optim import CoatAdamW, export_master, host, plan
-from tests.coat_dist.optim.common import equal_bytes
+from coat_dist.optim import CoatAdamW, export_master, host
+from tests.coat_dist.optim.common import equal_bytes, no_plans
 
 SHAPES = {
     "matrix": (16, 16),
@@ -153,10 +153,6 @@ class Compiled(Run):
         super().step(i, gaps)
         self.compiled()
         self.optimizers = [optimizer]
-
-
-def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan.Plans, "learn", lambda *_: None)
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

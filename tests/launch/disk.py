@@ -23,6 +23,11 @@ PLACES = {
 }
 
 
+def listing(folder):
+    """Everything in it, however deep."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
 class Failing:
     """Lets one function fail at its ``nth`` call, or from then on, as a disk does."""
 

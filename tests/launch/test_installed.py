@@ -15,6 +15,7 @@ import pytest
 
 from coat_dist import CoatConfigError
 from launch.common.find_config import find_config
+from tests.support import slow
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("pretrain", "convert_hf", "planner", "prepare_data", "to_universal", "plot")
@@ -149,9 +150,7 @@ atexit.register(look)
 """
 
 
-@pytest.mark.parametrize(
-    "name", [PROGRAMS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS[1:])]
-)
+@pytest.mark.parametrize("name", [PROGRAMS[0], *map(slow, PROGRAMS[1:])])
 def test_a_program_started_by_its_path_finds_the_project_and_offers_none_of_its_folders(
     name, tmp_path, monkeypatch
 ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_patches as mp
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 from tests.support.gathers import AHEAD, KEPT, LET_GO, check_gathered, compared
 
 from .tiny import FULL, NARROW, tiny_batch, tiny_gpt, tiny_loss
@@ -84,9 +84,9 @@ SHORT = ("rows", "in advance")
     ("world", "names"),
     [
         (2, SHORT),
-        pytest.param(2, [n for n in CASES if n not in SHORT], marks=pytest.mark.slow),
+        slow(2, [n for n in CASES if n not in SHORT]),
         # Between nodes values travel, of which DeepSpeed makes the second shards.
-        pytest.param(4, ["hpZ"], marks=pytest.mark.slow),
+        slow(4, ["hpZ"]),
     ],
 )
 def test_fp8_weight_gather_trains_to_the_same_bits(world, names):

@@ -7,15 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_patches import MPUAdapter, rng_state, set_rng_state
-
-
-def test_mpu_adapter_has_no_sequence_parallelism():
-    mpu = MPUAdapter()
-    assert mpu.get_model_parallel_world_size() == mpu.get_tensor_model_parallel_world_size() == 1
-    assert mpu.get_model_parallel_rank() == mpu.get_data_parallel_rank() == 0
-    assert mpu.get_data_parallel_group_ranks() == [0]
-    assert mpu.get_model_parallel_group() is parallel_state.get_tensor_model_parallel_group()
-    assert not [n for n in dir(mpu) if "sequence_parallel" in n]
+from tests.support import equal
 
 
 def test_mpu_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
@@ -28,6 +20,7 @@ def test_mpu_adapter_counts_pipeline_stages_as_model_parallel(monkeypatch):
     for name, value in {**sizes, **ranks}.items():
         monkeypatch.setattr(parallel_state, f"get_{name}", lambda value=value: value)
     mpu = MPUAdapter()
+    assert mpu.get_data_parallel_rank() == 0 and mpu.get_data_parallel_group_ranks() == [0]
     assert (mpu.get_model_parallel_world_size(), mpu.get_model_parallel_rank()) == (8, 7)
     assert mpu.get_model_parallel_group() == "both"
 
@@ -47,6 +40,6 @@ def test_set_rng_state_resumes(device):
     first = [draw() for _ in range(3)]
     assert not torch.equal(first[0], first[1])
     set_rng_state(state)
-    assert all(torch.equal(draw(), expected) for expected in first)
+    assert equal([draw() for _ in first], first)
     set_rng_state(state)  # using a state must not have changed it
     assert torch.equal(draw(), first[0])

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from coat_dist.config import ActivationConfig
 from coat_dist.flow.saved import saved_for_backward
 from megatron_patches import patch_model
+from tests.support import slow
 
 from .tiny import (
     FAMILIES,
@@ -160,7 +161,7 @@ def test_saved_tensors_on_the_cpu(options, device):
     ("name", "backend"),
     [
         ("llama", "aot_eager"),
-        *(pytest.param(name, "eager", marks=pytest.mark.slow) for name in ("gpt2", "experts")),
+        *(slow(name, "eager") for name in ("gpt2", "experts")),
     ],
 )
 def test_compiled_layers(name, backend, device, monkeypatch):

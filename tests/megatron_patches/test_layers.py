@@ -207,19 +207,3 @@ def test_dropout_of_patched_layers_drops(device):
         assert tiny_loss(model, batch).item() != tiny_loss(model, batch).item()
         model.eval()
         assert tiny_loss(model, batch).item() == tiny_loss(model, batch).item()
-
-
-def test_mlp_hands_on_the_bias_of_fc2(device):
-    """Megatron adds it with dropout and residual; a patched MLP must not add it as well."""
-    model = tiny_gpt(**KINDS["gelu_biases"])
-    mlp = model.decoder.layers[0].mlp
-    x = torch.randn(5, 2, 256, dtype=torch.bfloat16, device=device)
-    with patched(model, ActivationConfig()):
-        y, bias = mlp(x)
-        assert (
-            bias.data_ptr() == mlp.linear_fc2.bias.data_ptr()
-            and bias.shape == mlp.linear_fc2.bias.shape
-        )
-        with torch.no_grad():
-            bias.zero_()
-        assert torch.equal(y, mlp(x)[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from tests.support import run_ranks
+from tests.support import equal, run_ranks, slow
 
 from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 from .training import start
@@ -111,7 +111,7 @@ def _in_loop(rank, world, tp, distributed):
         for losses, _, stale in (separate, fused):
             assert not stale and len(set(losses)) == STEPS * (ACCUMULATION + 1)
         if dtype == torch.float32:  # in fp32 sums it does not matter who adds
-            assert fused[0] == separate[0] and _same(fused[1], separate[1])
+            assert fused[0] == separate[0] and equal(fused[1], separate[1])
             continue
         assert fused[0] == pytest.approx(separate[0], rel=0.02)
         for name, rounded in separate[1][0].items():
@@ -123,17 +123,11 @@ def _in_loop(rank, world, tp, distributed):
 
 @pytest.mark.parametrize(
     ("tp", "distributed"),
-    [pytest.param(1, False, marks=pytest.mark.slow), (1, True), (2, False)],
+    [slow(1, False), (1, True), (2, False)],
     ids=["DP", "ZeRO", "TP and SP"],
 )
 def test_main_grad_in_megatrons_loop(tp, distributed):
     run_ranks(2, _in_loop, tp, distributed)
-
-
-def _same(left, right):
-    return all(
-        torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a
-    )
 
 
 def _with_experts(rank, world):
@@ -145,7 +139,7 @@ def _with_experts(rank, world):
         for weights in ("on_use", "cached")
     )
     assert kept == losses and len(set(losses)) == STEPS * (ACCUMULATION + 1)
-    assert _same(with_kept, gradients)
+    assert equal(with_kept, gradients)
 
 
 def test_kept_codes_of_experts_in_megatrons_loop():

@@ -17,14 +17,13 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
-from torch.utils._pytree import tree_leaves
 
 import megatron_patches as mp
 from coat_dist.config import CoatConfigError
 from coat_dist.config import OptimizerConfig as Moments
 from megatron_patches.compat import older_than
 from megatron_patches.parallel.optimizer import _check_tied
-from tests.support import run_ranks, saves_by_dist_checkpointing
+from tests.support import equal, run_ranks, saves_by_dist_checkpointing
 
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_gpt
 from .training import start
@@ -130,11 +129,6 @@ def _shards(folder):
     return str(folder / f"distrib_optim_{parallel_state.get_tensor_model_parallel_rank()}.pt")
 
 
-def _same(left, right):
-    pairs = zip(tree_leaves(left), tree_leaves(right), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
-
-
 def _train_and_resume(folder, kinds, tp=1, **model):
     """A run and its losses. What it saved in each format goes on to the bit."""
     with saves_by_dist_checkpointing():
@@ -149,9 +143,9 @@ def _train_and_resume(folder, kinds, tp=1, **model):
         for kind in kinds:
             again = Run(COAT, model)
             again.load(folder / kind, kind)
-            assert _same(again.bytes(), saved), kind
+            assert equal(again.bytes(), saved), kind
             assert again.train(range(SAVED_AFTER, STEPS)) == rest, kind
-            assert _same(again.bytes(), end), kind
+            assert equal(again.bytes(), end), kind
     return run, losses + rest
 
 
@@ -244,7 +238,7 @@ def _in_megatrons_passes(rank, world):
         theirs.optimizer.__class__ = ChainedOptimizer
         for run in (ours, theirs):
             run.train(range(3))
-        assert _same(ours.bytes(), theirs.bytes())
+        assert equal(ours.bytes(), theirs.bytes())
         norm = ours.optimizer.get_grad_norm()
         assert norm > 0.6 and ours.optimizer._norm().item() == pytest.approx(norm, rel=1e-12)
 

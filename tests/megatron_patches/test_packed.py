@@ -17,7 +17,7 @@ from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model
 from megatron_patches.layers.core_attention import SDPA
 from megatron_patches.layers.loss import ChunkedLossGPTModel
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 from .tiny import FP32, FULL, VOCAB, selective, tiny_gpt
 from .training import INVARIANT, engine_config, start, whole_parameters
@@ -163,7 +163,7 @@ def test_packed_documents_with_recomputation(settings, recompute, device, monkey
         "angles are gathered once, for all layers"
     )
     if device == "cpu":
-        assert all(torch.equal(seen[0][1][n], g) for n, g in seen[1][1].items())
+        assert equal(seen[0][1], seen[1][1])
 
 
 def test_packed_documents_with_changed_lengths():

@@ -9,7 +9,7 @@ import torch
 
 import megatron_patches as mp
 from tests.coat_dist.deepspeed.small_engine import settings
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 from .tiny import SEQ, VOCAB, tiny_batch, tiny_config, tiny_gpt
 from .training import start
@@ -139,7 +139,7 @@ def programs(rank, world, virtual):
 OVERLAPPED, LOCAL = {"stage": 1, "overlap_comm": True}, {"use_node_local_storage": True}
 
 
-@pytest.mark.parametrize("virtual", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("virtual", [None, slow(2)])
 def test_train_batch_and_eval_batch_over_two_stages(virtual):
     (found, ends), *others = run_ranks(2, programs, virtual)
     assert others == [(found, ends)], "every stage hears of the same loss, and of both ends"

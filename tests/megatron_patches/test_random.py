@@ -18,6 +18,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 
 from coat_dist.config import ActivationConfig
 from megatron_patches import patch_model, unpatch_model
+from tests.support import slow
 
 from .tiny import (
     assert_equal,
@@ -173,8 +174,6 @@ def eager():
         yield
 
 
-@pytest.mark.parametrize(
-    "number", [*FEW, *(pytest.param(number, marks=pytest.mark.slow) for number in MANY)]
-)
+@pytest.mark.parametrize("number", [*FEW, *map(slow, MANY)])
 def test_patch_model_of_a_random_model(number, device):
     Case(number).check(device)

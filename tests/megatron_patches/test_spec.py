@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_patches import gpt_layer_spec, rng_state, universal_checkpoint_info
 from megatron_patches.layers.core_attention import SDPA
+from tests.support import equal
 
 from .tiny import OLMO2, SEQ, assert_close, gradients, tiny_batch, tiny_config, tiny_gpt
 
@@ -69,9 +70,7 @@ def test_gpt_layer_spec_is_megatrons_local_spec(normalization, device):
     batch, options = tiny_batch(0, device), {"normalization": normalization}
     ours, theirs = tiny_gpt(**options), tiny_gpt(**options, megatron_spec=True)
     assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert all(
-        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
-    )
+    assert equal(ours.parameters(), theirs.parameters())
     assert_close(gradients(ours, batch), gradients(theirs, batch, megatron_spec=True), cosine=0.995)
 
 

@@ -12,7 +12,7 @@ import torch
 import megatron_patches as mp
 from tests.support import run_ranks
 
-from .test_pipeline_engine import build
+from .test_pipeline_engine import build, forward_step
 from .tiny import NARROW, labelled_loss, tiny_batch, tiny_config, tiny_gpt
 from .training import engine_config, start
 
@@ -67,10 +67,6 @@ def by_loss(engine: Any) -> None:
 
 
 def by_schedule(engine: Any) -> None:
-    def forward_step(batches: Any, net: Any) -> Any:
-        tokens, labels, positions = next(batches)
-        return net(tokens, positions, None, labels=labels), lambda losses: (losses.mean(), {})
-
     mp.train_batch(engine, (BATCH for _ in range(100)), forward_step)
 
 

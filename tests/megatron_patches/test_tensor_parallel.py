@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from coat_dist.config import ActivationConfig
-from tests.support import run_ranks
+from tests.support import equal, run_ranks, slow
 
 from .tiny import FP32, FULL, OLMO2
 from .training import INVARIANT, train
@@ -64,8 +64,7 @@ def _sizes(rank, world, case):
     (losses, first, last, _, _), *others = runs
     assert losses[-1] < losses[0] - 0.2, losses
     for other_losses, other_first, other_last, replicas, _ in others:
-        for name in first:
-            assert torch.equal(first[name], other_first[name]), f"initial {name}"
+        assert equal(first, other_first)
         assert other_losses == pytest.approx(losses, rel=case.apart, abs=0)
         for name in last if case.apart == 0 else ():
             assert torch.equal(last[name], other_last[name]), f"trained {name}"
@@ -73,8 +72,6 @@ def _sizes(rank, world, case):
     return len(losses)
 
 
-@pytest.mark.parametrize(
-    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)]
-)
+@pytest.mark.parametrize("name", [*OFTEN, *map(slow, SELDOM)])
 def test_training_does_not_depend_on_the_tensor_parallel_size(name):
     assert run_ranks(2, _sizes, (OFTEN | SELDOM)[name]) == [6, 6]

@@ -17,7 +17,7 @@ from coat_dist.config import ActivationConfig
 from examples.vision.model import VisionLanguageModel, VisionTower
 from megatron_patches import gpt_layer_spec, patch_model, patched
 from megatron_patches.compat import older_than
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 from .tiny import VOCAB, assert_equal, gradients, tiny_config, tiny_gpt
 from .training import start
@@ -166,7 +166,7 @@ def _two_ranks(rank, world, which):
     assert curves[1] == pytest.approx(curves[0], rel=0.01) and curves[0][-1] < curves[0][0]
 
 
-@pytest.mark.parametrize("which", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["bf16", slow("fp8")])
 def test_vision_tower_before_a_sequence_parallel_gpt(which):
     run_ranks(2, _two_ranks, which)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_patches as mp
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 from .tiny import SMALL, tiny_batch, tiny_gpt, tiny_loss
 from .training import drive, engine_config
@@ -73,7 +73,7 @@ def _built(rank, world, tp):
     assert peak < shards + (2 * tp + 6) * max(bytes_) + 100_000 < 0.9 * sum(bytes_)
 
 
-@pytest.mark.parametrize(("world", "tp"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world", "tp"), [(2, 1), slow(4, 2)])
 def test_zero_init_shards_without_a_whole_model(world, tp):
     run_ranks(world, _built, tp)
 

@@ -4,6 +4,7 @@ model.
 
 from coat_dist.nodes import free_port
 
+from .marks import slow
 from .models import Adds, Largest, residuals_apart
 from .nodes import Node, Nodes
 from .processes import held_elsewhere, megatron_on_one_rank, saves_by_dist_checkpointing
@@ -25,5 +26,6 @@ __all__ = [
     "residuals_apart",
     "run_ranks",
     "saves_by_dist_checkpointing",
+    "slow",
     "start_ranks",
 ]

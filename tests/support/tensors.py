@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +11,14 @@ __all__ = ["equal"]
 
 
 def equal(got: Any, wanted: Any) -> bool:
-    """Whether tensors, or as many of them in the same order, have the same bits; None is equal to
-    None alone.
+    """Whether tensors have the same bits, or whatever holds as many of them in the same order or
+    under the same keys; all else is compared as Python does.
     """
-    if wanted is None or isinstance(wanted, torch.Tensor):
-        return got is wanted or got is not None and wanted is not None and torch.equal(got, wanted)
-    return all(equal(a, b) for a, b in zip(got, wanted, strict=True))
+    tensors = [isinstance(one, torch.Tensor) for one in (got, wanted)]
+    if any(tensors):
+        return all(tensors) and torch.equal(got, wanted)
+    if isinstance(wanted, Mapping):
+        return got.keys() == wanted.keys() and all(equal(got[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, Iterable) and not isinstance(wanted, str):
+        return all(equal(a, b) for a, b in zip(got, wanted, strict=True))
+    return bool(got == wanted)

@@ -9,12 +9,14 @@ import torch
 from coat_dist.checkpoint.manifest import CheckpointError
 from tests.coat_dist.checkpoint.universal_runs import WithBuffer
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
-from tests.coat_dist.deepspeed.zero_runs import snapshot
+from tests.coat_dist.deepspeed.zero_runs import drawn, snapshot
+from tests.support import equal
 
 ONE = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "CoatAdamW", "params": {"lr": 0.01}},
 }
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
 
 def small(config, net=None):
@@ -78,12 +80,8 @@ class Stateful(WithBuffer):
 
 
 def build(settings, model=Stateful, frozen=("frozen",), universal=False, mpu=None, **more):
-    import deepspeed
-
     import coat_dist
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
-    torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
@@ -93,10 +91,7 @@ def build(settings, model=Stateful, frozen=("frozen",), universal=False, mpu=Non
         **settings,
         **more,
     }
-    with deepspeed.zero.Init(
-        config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
-    ):
-        net = model()
+    net = drawn(model, config)
     for name, p in net.named_parameters():
         p.requires_grad_(not name.startswith(frozen))
     return coat_dist.initialize(model=net, config=config, mpu=mpu)[0]
@@ -129,5 +124,5 @@ def refused(engine, **arguments):
     except CheckpointError as error:
         after = everything(engine)
         assert not changes(before[0], after[0]), changes(before[0], after[0])
-        assert all(map(torch.equal, before[1], after[1])) and before[2:] == after[2:]
+        assert equal(before[1], after[1]) and before[2:] == after[2:]
         return str(error)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.coat_dist.checkpoint.small_saves import (
+    BF16,
     build,
     flip,
     on_rank_0,
@@ -29,7 +30,7 @@ from tests.coat_dist.deepspeed.test_pipeline_module import settings as pipeline_
 from tests.coat_dist.deepspeed.test_pipeline_module import train as train_pipeline
 from tests.coat_dist.deepspeed.zero_runs import CASES, run, snapshot
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 
 def pipeline(rank, world, folder):
@@ -41,7 +42,7 @@ def pipeline(rank, world, folder):
     engine.save_checkpoint(folder)
     train_pipeline(engine, 1)
     engine.load_checkpoint(folder)
-    same = all(map(torch.equal, before, engine.module.parameters()))
+    same = equal(before, engine.module.parameters())
     files = json.loads(Path(folder, "global_step1", "manifest.json").read_text())["files"]
     layer = next(Path(folder, "global_step1").glob("layer_02*"))
     on_rank_0(rank, lambda: flip(layer))
@@ -158,7 +159,7 @@ def tools(rank, world, folder):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     wrong = []
-    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    engine = small(BF16)
     step(engine)
     engine.save_checkpoint(folder, tag="tools")
     state = get_fp32_state_dict_from_zero_checkpoint(folder)
@@ -168,13 +169,13 @@ def tools(rank, world, folder):
     before = weights(engine)
     step(engine)
     type(engine).load_checkpoint(engine, folder)  # DeepSpeed's own
-    wrong.extend(["DeepSpeed's own loading"] * (not all(map(torch.equal, before, weights(engine)))))
+    wrong.extend(["DeepSpeed's own loading"] * (not equal(before, weights(engine))))
     os.remove(f"{folder}/tools/manifest.json")  # as of plain DeepSpeed
     with contextlib.redirect_stderr(io.StringIO()) as notes:
         engine.load_checkpoint(folder)
     note = f"note: {folder}/tools has no manifest.json: it is loaded unverified\n"
     wrong.extend(["note"] * (notes.getvalue().count(note) != 1))
-    wrong.extend(["unverified"] * (not all(map(torch.equal, before, weights(engine)))))
+    wrong.extend(["unverified"] * (not equal(before, weights(engine))))
     return wrong
 
 
@@ -186,7 +187,7 @@ def without_frozen(rank, world, folder):
     """Names in the model's file, with and without frozen parameters."""
     net = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
     net[0].requires_grad_(False)
-    engine = small({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}, net)
+    engine = small(BF16, net)
     names = []
     for exclude in (False, True):
         engine.save_checkpoint(folder, tag="x", exclude_frozen_parameters=exclude)
@@ -238,7 +239,7 @@ def follow_the_page(rank, world, folder):
         loading = after_program.replace("\ndata =", f"\n{load}\ndata =")
         exec(loading.replace("range(20)", "range(0)").partition("\nprint(")[0], now := {})
     weights = [[p.detach() for p in values["model"].parameters()] for values in (there, here, now)]
-    same = [all(map(torch.equal, weights[2], one)) for one in weights[:2]]
+    same = [equal(weights[2], one) for one in weights[:2]]
     return (
         re.findall(r"^loss (\S+)$", printed.getvalue(), re.M),
         status,

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from coat_dist import convert_to_universal
-from coat_dist.checkpoint.universal.codes import read_codes, write_codes
-from coat_dist.optim import CoatAdamW
 from tests.coat_dist.checkpoint.small_saves import build, refused
 from tests.coat_dist.checkpoint.universal_runs import WithBuffer, load_and_compare, train_and_save
 from tests.coat_dist.deepspeed.zero_runs import CASES, run
@@ -198,17 +196,3 @@ def test_a_tensor_parallel_ranks_part_of_what_was_frozen(tmp_path):
         ValueError, match="a._extra_state: got one for each of 2 tensor-parallel ranks, accepted"
     ):
         one.extra_state("a._extra_state")
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_codes_are_taken_over_where_they_mean_the_same(normalize, tmp_path):
-    p, q = (torch.nn.Parameter(torch.zeros(256)) for _ in range(2))
-    saved, other = CoatAdamW([p], normalize=False), CoatAdamW([q], normalize=normalize)
-    for optimizer, x in ((saved, p), (other, q)):
-        x.grad = torch.randn(256)
-        optimizer.step()
-    path, starts = tmp_path / "codes.coat", torch.tensor([0, 128])
-    write_codes(path, saved.param_groups[0], [[(starts, saved.state[p])]])
-    found = read_codes(path, other.state[q], other.param_groups[0], (0, 0, 256), (0, 1))
-    assert found == (0 if normalize else 2)
-    assert torch.equal(other.state[q]["coat_m_q"], saved.state[p]["coat_m_q"]) is not normalize

@@ -5,7 +5,7 @@ import functools
 import torch
 
 from coat_dist.optim.state import FP32_KEYS
-from tests.coat_dist.deepspeed.zero_runs import Model, run
+from tests.coat_dist.deepspeed.zero_runs import Model, drawn, run
 
 
 class WithBuffer(Model):
@@ -18,13 +18,8 @@ def build(settings, universal=False, model=WithBuffer, **more):
     """An engine of ``coat_dist.initialize``, with a group of one element and its own learning
     rate.
     """
-    import deepspeed
-    from deepspeed.ops import __compatible_ops__
-
     import coat_dist
 
-    __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
-    torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
@@ -34,10 +29,7 @@ def build(settings, universal=False, model=WithBuffer, **more):
         **settings,
         **more,
     }
-    with deepspeed.zero.Init(
-        config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
-    ):
-        model = model()
+    model = drawn(model, config)
     named = list(model.named_parameters())
     groups = coat_dist.param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
     groups += [{"params": [model.scale], "moments": "fp32", "weight_decay": 0.0, "lr": 0.005}]

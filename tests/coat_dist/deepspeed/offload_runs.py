@@ -5,10 +5,11 @@ each step.
 import copy
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_map
 
 from tests.coat_dist.checkpoint.universal_runs import contents as contents_of
 from tests.coat_dist.deepspeed.remainders import Given, build
+from tests.support import equal
 
 OFFLOAD = {"device": "cpu", "pin_memory": True}
 CASES = {
@@ -83,10 +84,7 @@ def universal(rank, world, zero, offloaded, folder):
 
 
 def assert_same(one, other):
-    for (place, a), (its, b) in zip(
-        *(tree_flatten_with_path(x)[0] for x in (one, other)), strict=True
-    ):
-        assert place == its and torch.equal(a, b), place
+    assert equal(one, other)
 
 
 def moved(rank, world, zero, offloaded, remainder, include):

@@ -12,19 +12,17 @@ import torch
 import coat_dist
 from coat_dist.config import ActivationConfig
 from coat_dist.deepspeed.attach import ATTACHMENTS
-from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed
 from tests.support import run_ranks
 
 REMAINDERS = {
     "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 }
+BF16_OPTIMIZER = {"zero_optimization": {"stage": 1}, **FP32}
 ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
 CASES = {
     "zero-1": {"zero_optimization": {"stage": 1}},
-    "BF16_Optimizer": {
-        "zero_optimization": {"stage": 1},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
+    "BF16_Optimizer": BF16_OPTIMIZER,
     "zero-2": {"zero_optimization": {"stage": 2}},
     "zero-2, some gradients are not counted": {"zero_optimization": {"stage": 2}},
     "zero-2, round robin, remainders": {**ROUND_ROBIN, **REMAINDERS},
@@ -33,10 +31,7 @@ CASES = {
         "coat": {"activation": {"weights": "cached"}},
     },
     "zero-2, experts divided": {"zero_optimization": {"stage": 2}},
-    "BF16_Optimizer, experts divided": {
-        "zero_optimization": {"stage": 1},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
+    "BF16_Optimizer, experts divided": BF16_OPTIMIZER,
     "zero-3": {"zero_optimization": {"stage": 3}},
     "zero-3, codes": {"zero_optimization": {"stage": 3}, "coat": {}},
     "zero-3, remainders": {"zero_optimization": {"stage": 3}, **REMAINDERS},
@@ -46,10 +41,7 @@ CASES = {
         "checkpoint": {"load_universal": True},
     },
     "zero-1, a pipeline stage": {"zero_optimization": {"stage": 1}},
-    "zero-1, a pipeline stage, BF16_Optimizer": {
-        "zero_optimization": {"stage": 1},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
+    "zero-1, a pipeline stage, BF16_Optimizer": BF16_OPTIMIZER,
     "zero-1, a pipeline stage, some gradients are not counted": {"zero_optimization": {"stage": 1}},
     "torch's SGD, stage 0": {"bf16": {"enabled": False}},
     "stage 0, evaluated": {"zero_optimization": {"stage": 0}},

@@ -11,7 +11,7 @@ from tests.coat_dist.deepspeed.remainders import BF16
 from tests.coat_dist.deepspeed.small_engine import quiet_deepspeed, settings
 from tests.megatron_patches.test_grouped import EXPERTS, GROUPED_GEMM
 from tests.megatron_patches.tiny import FULL, SMALL, tiny_batch, tiny_gpt, tiny_loss
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 STEPS, ACCUMULATION = 7, 2
 
@@ -99,9 +99,7 @@ CASES = {
 
 
 # DeepSpeed's BF16_Optimizer calls what ZeRO-1 calls.
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "BF16_Optimizer" else c for c in CASES]
-)
+@pytest.mark.parametrize("case", [slow(c) if c == "BF16_Optimizer" else c for c in CASES])
 def test_cached_weights_give_the_same_losses(case, tmp_path):
     run_ranks(2, _modes, *CASES[case], str(tmp_path))
 

@@ -7,7 +7,7 @@ import torch
 
 from coat_dist.deepspeed.step import step as reviewed
 from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed, settings
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 STEPS, BAD = 5, 2
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
@@ -81,7 +81,7 @@ def follow(engine, rank, active):
         engine.backward((engine(x).float() - x.float()).square().mean())
         engine.step()
         after = contents(engine)
-        unchanged = before[1] == after[1] and all(map(torch.equal, before[0], after[0]))
+        unchanged = before[1] == after[1] and equal(before[0], after[0])
         overflow = getattr(engine.optimizer, "overflow", None)
         said.append((engine.was_step_applied(), overflow, engine.skipped_steps, unchanged))
     finite = all(bool(p.isfinite().all()) for p in engine.module.parameters())

@@ -117,17 +117,15 @@ FILES = {
             "reduce_bucket_size": 4096,
         },
     },
-}
-OFFLOADED = {
     "axolotl zero2.json": {
         **BATCH,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, **OFFLOAD, **OVERLAPPED},
     },
 }
-for name, stage in (("ds_z2_config.json", 2), ("ds_z3_config.json", 3)):
-    plain = FILES[f"LLaMA-Factory {name}"]
-    OFFLOADED[f"LLaMA-Factory ds_z{stage}_offload_config.json"] = {
+for stage in (2, 3):
+    plain = FILES[f"LLaMA-Factory ds_z{stage}_config.json"]
+    FILES[f"LLaMA-Factory ds_z{stage}_offload_config.json"] = {
         **plain,
         "zero_optimization": {**plain["zero_optimization"], **PINNED},
     }
@@ -139,38 +137,16 @@ def with_the_block(file):
     return config | {"coat": {"activation": {"enabled": False}}}
 
 
-def one_step(rank, world, files):
-    deepspeed, found = quiet_deepspeed(), {}
-    for name, file in files.items():
-        try:
-            engine, *_ = deepspeed.initialize(model=model(), config=with_the_block(file))
-            found[name] = type(engine.optimizer.optimizer).__name__, train(engine, rank, 6)
-            engine.destroy()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+def some_steps(rank, world):
+    deepspeed = quiet_deepspeed()
+    for name, file in FILES.items():
+        engine, *_ = deepspeed.initialize(model=model(), config=with_the_block(file))
+        assert type(engine.optimizer.optimizer).__name__ == "CoatAdamW", name
+        losses = train(engine, rank, 6)
+        assert losses[-1] < losses[0] and torch.tensor(losses).isfinite().all(), (name, losses)
+        engine.destroy()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_shipped_files_train_with_the_block():
-    for name, found in run_ranks(1, one_step, FILES | OFFLOADED)[0].items():
-        assert not isinstance(found, str), f"{name}: {found}"
-        optimizer, losses = found
-        assert (
-            optimizer == "CoatAdamW"
-            and losses[-1] < losses[0]
-            and torch.tensor(losses).isfinite().all()
-        ), name
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_shipped_files_that_offload_refuse_parameters_as_masters():
-    files = copy.deepcopy(OFFLOADED)
-    for file in files.values():
-        file["optimizer"] = {"params": {"lr": 1e-3, "master_weights": "parameter"}}
-    for name, message in run_ranks(1, one_step, files)[0].items():
-        assert isinstance(message, str), name
-        assert (
-            message.startswith("zero_optimization.offload_optimizer.device: got")
-            and message.count("\n") == 0
-        ), name
+    run_ranks(1, some_steps)

@@ -5,11 +5,10 @@ moment where it belongs.
 import pytest
 
 from tests.coat_dist.checkpoint.universal_runs import build, load_and_compare, train_and_save
+from tests.coat_dist.deepspeed.small_engine import FP32
 from tests.coat_dist.deepspeed.zero_runs import differences as changes
 from tests.coat_dist.deepspeed.zero_runs import run, snapshot
 from tests.support import run_ranks
-
-FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
 def zero(stage, *, top=FP32, **options):

@@ -50,15 +50,27 @@ class Model(torch.nn.Module):
         )
 
 
-def build(settings, model=None, **options):
+def drawn(model, config):
+    """A module, or what a function makes of always the same random numbers; with ZeRO-3 in
+    shards.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
+    torch.manual_seed(0)
+    if isinstance(model, torch.nn.Module):
+        return model
+    divided = config["zero_optimization"]["stage"] == 3
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=divided):
+        return model()
+
+
+def build(settings, model=Model, **options):
     """An engine around a model whose single-element parameter has a group of its own."""
     import deepspeed
-    from deepspeed.ops import __compatible_ops__
 
     from coat_dist.optim import CoatAdamW, param_groups
 
-    __compatible_ops__["deepspeed_shm_comm"] = False  # not built: gloo does
-    torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
@@ -67,11 +79,7 @@ def build(settings, model=None, **options):
         **settings,
         "zero_optimization": BUCKETS | settings["zero_optimization"],
     }
-    if model is None:
-        with deepspeed.zero.Init(
-            config_dict_or_path=config, enabled=settings["zero_optimization"]["stage"] == 3
-        ):
-            model = Model()
+    model = drawn(model, config)
     named = list(model.named_parameters())
     groups = param_groups([(n, p) for n, p in named if n != "scale"], 0.1)
     groups += (

@@ -31,13 +31,9 @@ ONE = TensorParallel()
 EPS = 1e-5
 
 
-def chunks(pre, activation):
-    return split(pre, activation)
-
-
 def act(pre, activation):
     """The activation of fc1's output by torch."""
-    return torch_activation(activation, chunks(pre, activation))
+    return torch_activation(activation, split(pre, activation))
 
 
 @dataclass
@@ -146,7 +142,7 @@ class Layer:
     def straight_mlp(self, y, config, activation):
         """:func:`coat_dist.flow.mlp` in "quantized" mode."""
         pre = self.fp8_linear(y, self.fc1, config, self.fc1_bias)
-        parts = [self.grouped(t, config, "int8") for t in chunks(pre, activation)]
+        parts = [self.grouped(t, config, "int8") for t in split(pre, activation)]
         return self.fp8_linear(torch_activation(activation, parts), self.fc2, config)
 
     def grouped_norm(self, x, config):

@@ -142,11 +142,8 @@ def test_attention_compiled():
         out, o8 = attention(*(2 * t for t in inputs), settings())
         return linear(out, weight, ONE, settings(), o8)
 
-    (out, grads), (compiled, compiled_grads) = (
-        gradients(run, inputs) for run in (block, torch.compile(block, backend="eager"))
-    )
-    assert torch.equal(out, compiled)
-    assert equal(grads, compiled_grads)
+    compiled = torch.compile(block, backend="eager")
+    assert equal(gradients(block, inputs), gradients(compiled, inputs))
 
 
 def test_attention_of_frozen_inputs():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from coat_dist.formats import E4M3, E5M2
 from tests.coat_dist.ops.agreement import compare, same
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 SHAPES = [(48, 32), (7, 16), (5, 48), (1, 16), (64, 16), (3, 1000)]
 """Shards of whole rows, shards that begin and end inside of rows, fewer rows than ranks, padding
@@ -61,6 +61,6 @@ def check_gathered(rank, world):
                     assert q.scales.storage_offset() % 4 == 0
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [3, slow(4)])
 def test_gather_gives_the_codes_of_the_whole_weight(world):
     run_ranks(world, check_gathered)

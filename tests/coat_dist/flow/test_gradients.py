@@ -137,23 +137,9 @@ def test_mlp_with_every_activation_is_straight_through_autograd(
         assert_same_flow(pairs)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
-def test_mlp_is_close_to_the_unquantized_one(activation, kind):
-    """In the default mode, with a bias; bounds as above, for the two products that an MLP has."""
-    layer = Layer.random(kind=kind, activation=activation, biased=True)
-    x = torch.randn(33, 64, requires_grad=True)  # a number of tokens that nothing divides
-    for mine, plain in (
-        (layer.norm_mlp(x, settings(), activation), layer.plain_mlp(layer._norm(x), activation)),
-        (layer.mlp(x, settings(), activation), layer.plain_mlp(x, activation)),
-    ):
-        for name, (got, expected) in compare(layer, x, mine, plain).items():
-            assert relative_error(got, expected) < 0.16 and cosine(got, expected) > 0.985, name
-
-
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize("mode", ["exact", "quantized"])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_forward_exact_has_the_error_of_plain_fp8(mode, activation, scales):
     """The forward error of "exact" is that of FP8 GEMMs alone: its inputs are quantized from the
     unquantized tensor.
@@ -225,12 +211,8 @@ def test_norm_is_torch_autograd(kind, affine):
     for exact in (False, True):
         mine, expected = norm(x, one, ONE, exact), reference._norm(x)
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-        for a, b in zip(
-            gradients(mine, weighting, [x, *parameters]),
-            gradients(expected, weighting, [x, *parameters]),
-            strict=True,
-        ):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        grads = [gradients(y, weighting, [x, *parameters]) for y in (mine, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scales", ["row", "tensor"])

@@ -12,6 +12,7 @@ import torch
 
 from coat_dist.flow.graphs import graph_pool
 from coat_dist.flow.graphs.cuda_graphs import GraphedFunction
+from tests.support import slow
 
 from .simulated_graphs import simulate
 
@@ -213,9 +214,7 @@ def settles(both) -> None:
         assert pool().captured == before and all(graphs._graphs for graphs in both.models[1].graphs)
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))]
-)
+@pytest.mark.parametrize("seed", [*range(8), *map(slow, range(8, 24))])
 def test_graphed_functions_in_any_order(seed):
     both = Both(seed)
     for _ in range(30):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from coat_dist.flow import TensorParallel, linear_cross_entropy
-from tests.support import residuals_apart, run_ranks
+from tests.support import run_ranks
 
 S, B, H, V = 8, 3, 48, 160
 ONE = TensorParallel()
@@ -103,63 +103,3 @@ def test_linear_cross_entropy_on_ranks_differs_by_the_rounding_of_dx(ranks):
 
 def test_linear_cross_entropy_with_nan_on_one_rank(ranks):
     assert all(nan for _, nan in ranks)
-
-
-def deepspeed_losses(rank, world, stage, tied):
-    import deepspeed
-
-    from coat_dist.config import ActivationConfig
-    from coat_dist.flow.blocks import loss
-    from megatron_patches import (
-        MPUAdapter,
-        initialize_model_parallel,
-        install_replicated_grad_hooks,
-        patch_model,
-    )
-    from tests.megatron_patches.tiny import tiny_batch, tiny_gpt
-
-    loss._BLOCK = 2 * 32 * 128
-    initialize_model_parallel(1)
-    model = tiny_gpt(gpt={"share_embeddings_and_output_weights": tied})
-    patch_model(model, ActivationConfig())
-    install_replicated_grad_hooks(model)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_allow_untested_optimizer": True,
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        config=config,
-        mpu=MPUAdapter(),
-        optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3),
-    )
-    losses = []
-    for step in range(6):
-        tokens, labels, positions = tiny_batch(world * step + rank)
-        mean = engine(tokens, positions, None, labels=labels).mean()
-        engine.backward(mean)
-        engine.step()
-        losses.append(mean.item())
-    engine.eval()
-    with torch.no_grad():
-        losses.append(engine(tokens, positions, None, labels=labels).mean().item())
-    return losses
-
-
-def losses_apart(*arguments):
-    with residuals_apart():
-        return deepspeed_losses(*arguments)
-
-
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_linear_cross_entropy_under_zero_3(tied):
-    """ZeRO-3's hooks leave the residual's gradient to autograd; so does the run to compare with."""
-    runs = [
-        run_ranks(2, run, stage, tied) for stage, run in ((3, deepspeed_losses), (2, losses_apart))
-    ]
-    for losses, reference in zip(*runs, strict=True):
-        assert losses == pytest.approx(reference, rel=2e-3) and losses[-1] < losses[0]

@@ -14,12 +14,7 @@ def test_permute_order_rows_and_gradients(tokens, experts, topk):
     routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen, True)
     expert, token = routing_map.t().nonzero().unbind(1)
     order = token_order(routing_map, topk)
-    assert torch.equal(order.token.long(), token)
     assert torch.equal(order.chosen, expert * tokens + token)
-    if tokens:
-        assert torch.equal(
-            order.token[order.rows.long()], torch.arange(tokens)[:, None].expand(-1, topk).int()
-        )
     x = torch.randn(tokens, 16, requires_grad=True)
     y = torch.randn(tokens * topk, 16, requires_grad=True)
     there, back = permute(x, order), unpermute(y, order)

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from tests.support import equal
+
 pytest.importorskip("transformers")
 
 from coat_dist.config import ActivationConfig
 from coat_dist.hf import patch_model, unpatch_model
 from coat_dist.hf.modules import UnfusedNorm
 
-from .tiny import same, step, tiny, tokens
+from .tiny import step, tiny, tokens
 
 GRAPHS = []
 NO_CACHE = {"use_cache": False}
@@ -49,7 +51,7 @@ def check_same(model, ids, plain, **given):
         patch.setattr(UnfusedNorm, "coat_forward", lambda self, plain, x: plain(self, x))
         (loss, grads), (eager, expected) = (step(m, ids, **given) for m in (model, plain))
     grads = {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
-    assert torch.equal(loss, eager) and same(grads, expected)
+    assert torch.equal(loss, eager) and equal(grads, expected)
 
 
 def check_traced():

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import equal
+
 pytest.importorskip("transformers")
 
 from transformers import CONFIG_MAPPING
@@ -92,10 +94,6 @@ def evaluate(model, batch):
     return [value for value in out if isinstance(value, torch.Tensor)]
 
 
-def same(a, b):
-    return len(a) == len(b) and all(map(torch.equal, a, b))
-
-
 def error(found, exact):
     difference = found.double() - exact.double()
     return (difference.norm() / exact.double().norm()).item()
@@ -133,11 +131,11 @@ def test_gradients_of_every_family(family):
         if wanted.numel() >= 64 and wanted.any():
             bound = max(error(rounded[name], wanted), error(plain[name], wanted))
             assert error(found[name], wanted) < 2 * bound + 0.08, name
-    assert same(evaluate(model, batch), evaluated)
+    assert equal(evaluate(model, batch), evaluated)
     if report.patched:
         unpatch_model(model)
     again, restored = step(model, batch)
-    assert again == loss and same(list(restored.values()), list(plain.values()))
+    assert again == loss and equal(list(restored.values()), list(plain.values()))
 
 
 def train(model, state, batch):

@@ -20,10 +20,10 @@ from coat_dist.flow.core.frozen import FrozenWeight, digest_of
 from coat_dist.hf import patch_model, unpatch_model
 from coat_dist.optim import CoatAdamW
 from tests.coat_dist.deepspeed.small_engine import settings
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 from .test_experts import FAMILIES, mixture
-from .tiny import relative, same, step, tiny, tokens
+from .tiny import relative, step, tiny, tokens
 
 FP8 = ActivationConfig(frozen_weights="fp8")
 BLOCK = {"coat": {"activation": {"frozen_weights": "fp8"}}}
@@ -85,8 +85,7 @@ def test_losses_and_gradients(make):
     checkpointed = make()
     checkpointed.gradient_checkpointing_enable()
     checkpointed.enable_input_require_grads()
-    found, replayed = step(checkpointed)
-    assert torch.equal(found, loss) and same(replayed, grads)
+    assert equal(step(checkpointed), (loss, grads))
 
 
 @EACH
@@ -106,7 +105,7 @@ def test_loading_makes_the_codes_of_patching(name, monkeypatch, tmp_path):
         model = load(quantization_config=FrozenWeightsConfig(BLOCK))
     assert len(frozen(model)) == len(seen) > 0 and not model.is_quantized
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert same(trained, {n: whole.get_parameter(n) for n in trained})
+    assert equal(trained, {n: whole.get_parameter(n) for n in trained})
     for one in (model, whole):
         patch_model(one.requires_grad_(False), FP8)
     assert digest_of(model) == digest_of(whole)
@@ -124,7 +123,7 @@ def test_evaluation_reads_the_codes(name):
     values = [w.decoded() for w in weights]
     unpatch_model(model)
     assert not frozen(model) and all(type(w) is nn.Parameter for w in weights)
-    assert all(torch.equal(w, v) for w, v in zip(weights, values, strict=True))
+    assert equal(weights, values)
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens()).logits, logits)
 

@@ -5,7 +5,7 @@ bits, nothing kept.
 import pytest
 import torch
 
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 from tests.support.gathers import AHEAD, KEPT, LET_GO, check_gathered, compared
 
 from .test_parallel import config
@@ -117,7 +117,7 @@ SHORT = ["llama", "olmo2"]
 
 @pytest.mark.parametrize(
     "cases",
-    [SHORT, pytest.param([case for case in CASES if case not in SHORT], marks=pytest.mark.slow)],
+    [SHORT, slow([case for case in CASES if case not in SHORT])],
 )
 def test_fp8_weight_gather_trains_to_the_same_bits(cases):
     for found in run_ranks(2, trained, cases):

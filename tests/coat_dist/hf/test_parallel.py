@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from coat_dist.hf import patch_model
-from tests.coat_dist.deepspeed.small_engine import settings
-from tests.support import run_ranks
+from tests.coat_dist.deepspeed.small_engine import FP32, settings
+from tests.support import equal, run_ranks
 from tests.support.gathers import values
 
-from .tiny import relative, same, tiny, tokens
+from .tiny import relative, tiny, tokens
 
 BLOCK = {
     "activation": {"boundaries": "fp8", "recompute": 1},
@@ -134,7 +134,7 @@ def test_training_under_zero_ddp_and_fsdp2(name):
         for (losses, first, *rest), (wanted, weights, *_) in zip(
             found, runs["zero-2"], strict=True
         ):
-            assert losses[0] == wanted[0] and same(first, weights), how
+            assert losses[0] == wanted[0] and equal(first, weights), how
             assert losses == pytest.approx(wanted, rel=0.03) and losses[-1] < losses[0], how
             assert "zero-3" not in how or rest[0] == {(0,)}, f"{how}: something stays gathered"
 
@@ -145,7 +145,7 @@ def accumulates(rank, world, name, stage, folder):
     """
     import deepspeed
 
-    changes = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}}
+    changes = {"gradient_accumulation_steps": 2, **FP32}
     changes |= {"checkpoint": {"load_universal": True}} if world == 1 else {}
     model = tiny(name, torch.bfloat16, seed=world, pad_token_id=None)
     engine, *_ = deepspeed.initialize(model=model, config=config(stage, **changes))
@@ -176,9 +176,9 @@ def test_universal_checkpoints_after_accumulation(name, tmp_path):
         first[stage], weights, loss = run_ranks(2, accumulates, name, stage, str(folder))[0]
         convert_to_universal(folder / "two-ranks", folder / "universal")
         ((loaded, again),) = run_ranks(1, accumulates, name, 5 - stage, str(folder))
-        assert same(loaded, weights) and again == loss
-        assert not same(first[stage], weights)
-    assert same(first[2], first[3])
+        assert equal(loaded, weights) and again == loss
+        assert not equal(first[stage], weights)
+    assert equal(first[2], first[3])
 
 
 def sharded_parts(rank, world, how):

@@ -11,7 +11,9 @@ from transformers import (
 )
 
 from coat_dist.hf import blocks
+from tests.support import equal
 
+same = equal  # tests/gpu takes it from here
 blocks.SMALLEST = 16  # the linears of tiny models are as small as a router
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma")
@@ -79,10 +81,6 @@ def step(model, ids=None, **given):
     loss.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), grads
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def relative(got, wanted):

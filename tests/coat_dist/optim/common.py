@@ -2,13 +2,18 @@
 
 import torch
 
-from coat_dist.optim import CoatAdamW
+from coat_dist.optim import CoatAdamW, plan
 
 
 def make(n=300, dtype=torch.float32, seed=0, **options):
     torch.manual_seed(seed)
     p = torch.nn.Parameter(torch.randn(n).to(dtype))
     return p, CoatAdamW([p], **{"lr": 0.01, **options})
+
+
+def no_plans(monkeypatch):
+    """Steps check everything."""
+    monkeypatch.setattr(plan.Plans, "learn", lambda *_: None)
 
 
 def train(optimizer, params, steps, seed=1):

@@ -1,7 +1,5 @@
 """CoatAdamW as a torch optimizer."""
 
-import math
-
 import pytest
 import torch
 
@@ -51,15 +49,12 @@ def test_groups_added_later_take_defaults_and_own_options():
     "options, word",
     [
         ({"lr": -1.0}, "lr"),
-        ({"lr": math.nan}, "lr"),
         ({"lr": torch.ones(2)}, "lr"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"betas": 0.9}, "betas"),
         ({"eps": -1e-8}, "eps"),
         ({"weight_decay": -1}, "weight_decay"),
         ({"expand": 1}, "expand"),
-        ({"first_moment": "fp8"}, "first_moment"),
-        ({"second_moment": None}, "second_moment"),
         ({"first_moment": "log8"}, "first_moment"),
         ({"second_moment": "int8"}, "second_moment"),
         ({"second_moment": "log8", "expand": False}, "expand"),

@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 
+from tests.support import equal
+
 pytest.importorskip("triton")
 
 from coat_dist.optim import CoatAdamW, import_moments
 from tests.coat_dist.ops import adamw_layouts
-from tests.coat_dist.optim.common import assert_same_state
+from tests.coat_dist.optim.common import assert_same_state, train
 
 
 @pytest.mark.parametrize("variant", adamw_layouts.VARIANTS)
@@ -34,13 +36,6 @@ def build(n=3, **options):
     return params, CoatAdamW(params, **{"lr": 0.1, "betas": (0.9, 0.999), **options})
 
 
-def step(params, optimizer, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=g)
-    optimizer.step()
-
-
 def seeds(params, optimizer):
     return [optimizer.state[p]["coat_seed"] for p in params]
 
@@ -48,7 +43,7 @@ def seeds(params, optimizer):
 @pytest.mark.parametrize("imported", [[0], [1], [0, 2], [2, 1]])
 def test_seeds_stay_distinct_after_import_moments(imported):
     params, optimizer = build()
-    step(params, optimizer)
+    train(optimizer, params, 1)
     for i in imported:
         zeros = torch.zeros(256)
         optimizer.state[params[i]] = import_moments(
@@ -67,29 +62,29 @@ def test_seeds_stay_distinct_after_import_moments(imported):
             q.copy_(p)
     for ps, o in ((params, optimizer), (others, resumed)):
         for i in range(2):
-            step(ps, o, seed=5 + i)
+            train(o, ps, 1, seed=5 + i)
         assert seeds(ps, o) == list(range(5))
-    assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
+    assert equal(params, others)
     assert_same_state(optimizer, resumed)
 
 
 def test_seeds_stay_distinct_after_states_of_some_parameters_were_loaded():
     params, optimizer = build()
-    step(params[1:], optimizer)
+    train(optimizer, params[1:], 1)
     del optimizer.state[params[1]]
     saved = optimizer.state_dict()
     others, resumed = build()
     resumed.load_state_dict(saved)
     assert seeds(others[2:], resumed) == [1]
-    step(others[1:], resumed)
-    step(others, resumed)
+    train(resumed, others[1:], 1)
+    train(resumed, others, 1)
     assert seeds(others, resumed) == [2, 0, 1]
 
 
 def test_what_codes_mean_must_be_in_a_state_dict_that_has_codes():
     params, optimizer = build()
     fresh = optimizer.state_dict()
-    step(params, optimizer)
+    train(optimizer, params, 1)
     for key in ("first_moment", "second_moment", "expand"):
         for saved, refused in ((optimizer.state_dict(), True), (copy.deepcopy(fresh), False)):
             del saved["param_groups"][0][key]
@@ -100,12 +95,12 @@ def test_what_codes_mean_must_be_in_a_state_dict_that_has_codes():
                 assert not loaded.state
             else:
                 loaded.load_state_dict(saved)
-                step(others, loaded)
+                train(loaded, others, 1)
 
 
 def test_a_saved_option_that_is_wrong_is_refused():
     params, optimizer = build()
-    step(params, optimizer)
+    train(optimizer, params, 1)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0].update(maximize="no")
     _, loaded = build()
@@ -117,7 +112,7 @@ def test_a_saved_option_that_is_wrong_is_refused():
 
 def test_codes_of_another_memory_order_are_loaded_as_rows():
     params, optimizer = build()
-    step(params, optimizer)
+    train(optimizer, params, 1)
     saved = optimizer.state_dict()
     turned = {k: v.t().contiguous().t() for k, v in saved["state"][0].items() if k.endswith("_q")}
     saved["state"][0] = {**saved["state"][0], **turned}
@@ -134,7 +129,7 @@ def test_codes_of_another_memory_order_are_loaded_as_rows():
 
 def test_a_state_left_on_meta_is_refused_before_anything_changes():
     params, optimizer = build()
-    step(params, optimizer)
+    train(optimizer, params, 1)
     states = optimizer.state[params[1]]
     optimizer.state[params[1]] = {
         k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in states.items()
@@ -142,5 +137,5 @@ def test_a_state_left_on_meta_is_refused_before_anything_changes():
     with pytest.raises(
         ValueError, match="parameter 1, of shape .*: state, coat_m_q: got .* on meta, accepted: "
     ):
-        step(params, optimizer)
+        train(optimizer, params, 1)
     assert [optimizer.state[p]["step"] for p in params] == [1, 1, 1]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from coat_dist.optim import CoatAdamW, fp32_state_dict, param_groups
-from tests.support import equal, run_ranks
+from tests.support import equal, run_ranks, slow
 
 REMAINDER = {"master_weights": "bf16_remainder"}
 
@@ -90,17 +90,6 @@ def snapshot(model, optimizer):
     return states + [{"weight": mine(p)} for p in model.parameters()]
 
 
-def same(a, b):
-    return len(a) == len(b) and all(
-        one.keys() == other.keys()
-        and all(
-            torch.equal(x, other[k]) if isinstance(x, torch.Tensor) else x == other[k]
-            for k, x in one.items()
-        )
-        for one, other in zip(a, b, strict=True)
-    )
-
-
 def save(model, optimizer, folder):
     states = {
         "model": get_model_state_dict(model),
@@ -135,7 +124,7 @@ def states_in_host_memory(rank, world, folder):
         for model in (one, again):
             train(*model, 3, 5, rank)
             found.append(snapshot(*model))
-    return all(same(found[0], x) for x in found), bool(host._lanes)
+    return all(equal(found[0], x) for x in found), bool(host._lanes)
 
 
 def test_states_in_host_memory_are_the_same_shards_and_checkpoints(tmp_path):
@@ -194,12 +183,12 @@ def straight_and_resumed(rank, world, folder, options):
     again, other = sharded(**options)
     train(again, other, 20, 21, rank)  # state that loading has to replace
     load(again, other, folder)
-    loaded = same(at_save, snapshot(again, other))
+    loaded = equal(at_save, snapshot(again, other))
     more = train(again, other, 3, 6, rank)
     return (
         loaded,
         losses[3:] == more,
-        same(snapshot(model, optimizer), snapshot(again, other)),
+        equal(snapshot(model, optimizer), snapshot(again, other)),
         losses,
     )
 
@@ -242,9 +231,9 @@ def hybrid(rank, world, folder):
         save(model, optimizer, f"{folder}/{names[1]}")
         before = snapshot(model, optimizer)
         train(model, optimizer, 2, 3)
-        assert not same(before, snapshot(model, optimizer))
+        assert not equal(before, snapshot(model, optimizer))
         load(model, optimizer, f"{folder}/{names[1]}")
-        found.append(same(before, snapshot(model, optimizer)))
+        found.append(equal(before, snapshot(model, optimizer)))
     return found
 
 
@@ -340,7 +329,7 @@ def whole_rows(**options):
         (1, {}, "sharded", whole_rows),
         (3, REMAINDER, "flat", whole_rows),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
                 (1, REMAINDER, "full", sharded),
                 (4, {}, "rank 0", sharded),
@@ -393,4 +382,4 @@ def ddp(rank, world):
 
 def test_replicas_of_ddp_stay_equal_to_the_byte():
     (a, losses), (b, other) = run_ranks(2, ddp)
-    assert same(a, b) and losses != other  # each rank has its own data
+    assert equal(a, b) and losses != other  # each rank has its own data

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from coat_dist.optim import CoatAdamW
-from tests.support import run_ranks
+from tests.support import equal, run_ranks
 
 WORDS = r"got a parameter of FullyShardedDataParallel \(FSDP1\), .*fully_shard"
 
@@ -24,7 +24,7 @@ def refused(rank, world, orig):
         before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(TypeError, match=WORDS):
             early.step()
-        assert all(map(torch.equal, model.parameters(), before))
+        assert equal(model.parameters(), before)
 
 
 @pytest.mark.parametrize("orig", [False, True])

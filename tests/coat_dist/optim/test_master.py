@@ -10,9 +10,7 @@ import torch
 from coat_dist.optim import (
     CoatAdamW,
     export_master,
-    export_moments,
     fp32_state_dict,
-    import_moments,
     set_master,
 )
 from coat_dist.reference.master import split
@@ -153,18 +151,6 @@ def test_states_with_and_without_remainder_are_not_mistaken_for_each_other():
     del optimizer.state[params[0]]["coat_p_low"]
     with pytest.raises(ValueError, match="master_weights='bf16_remainder': coat_m_a, .*coat_p_low"):
         step(params, optimizer, 1, 2)
-
-
-def test_import_and_export():
-    (p, *_), optimizer = build()
-    step([p], optimizer, 0, 3)
-    group, state = optimizer.param_groups[0], optimizer.state[p]
-    m, v = export_moments(p, state, group)
-    again = import_moments(p, group, m, v, 3, export_master(p, state))
-    assert torch.equal(export_master(p, again), export_master(p, state))
-    assert not import_moments(p, group, m, v, 3)["coat_p_low"].any()
-    with pytest.raises(ValueError, match="import_moments master: got a tensor, accepted: None"):
-        import_moments(p, {**group, "master_weights": "parameter"}, m, v, 3, m)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -8,10 +8,12 @@ import weakref
 import pytest
 import torch
 
+from tests.support import equal
+
 pytest.importorskip("triton")
 
 from coat_dist.optim import CoatAdamW, plan
-from tests.coat_dist.optim.common import assert_same_state
+from tests.coat_dist.optim.common import assert_same_state, no_plans
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -29,10 +31,6 @@ def train(params, optimizer, first, last, without=lambda i, j: False):
             g = torch.Generator().manual_seed(100 * i + j)
             p.grad = None if without(i, j) else torch.randn(p.shape, generator=g)
         optimizer.step()
-
-
-def no_plans(monkeypatch):
-    monkeypatch.setattr(plan.Plans, "learn", lambda *_: None)
 
 
 def changes():
@@ -77,7 +75,7 @@ def test_what_changes_between_steps_is_seen(monkeypatch, change):
         change(params, optimizer)
         train(params, optimizer, 3, 6)
         runs.append((params, optimizer))
-    assert all(torch.equal(p, q) for p, q in zip(runs[0][0], runs[1][0], strict=True))
+    assert equal(runs[0][0], runs[1][0])
     assert_same_state(runs[0][1], runs[1][1])
     pairs = zip(runs[0][1].copies.values(), runs[1][1].copies.values(), strict=True)
     assert all(torch.equal(a, b) and a.any() for a, b in pairs)
@@ -122,7 +120,7 @@ def test_what_does_not_fit_any_more_is_refused_though_it_lies_where_it_lay(chang
     before = [p.detach().clone() for p in params]
     with pytest.raises(ValueError, match="CoatAdamW.step: group [01], parameter 0"):
         optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    assert equal(params, before)
 
 
 def test_other_gradients_in_each_step_make_no_endless_plans(monkeypatch):
@@ -177,19 +175,9 @@ def test_steps_counted_in_tensors_have_the_bits_of_steps_counted_in_numbers(monk
             params, optimizer = others, other
         train(params, optimizer, 4, 5)
         runs.append((params, optimizer))
-    for p, q in zip(runs[0][0], runs[1][0], strict=True):
-        assert torch.equal(p, q)
-        a, b = runs[0][1].state[p], runs[1][1].state[q]
-        assert (
-            a["step"].dtype == torch.float32
-            and a["step"].shape == ()
-            and int(a["step"]) == b["step"] == 5
-        )
-        assert all(
-            torch.equal(v, b[k])
-            for k, v in a.items()
-            if isinstance(v, torch.Tensor) and k != "step"
-        )
+    assert equal(runs[0][0], runs[1][0])
+    for a, b in zip(*(optimizer.state.values() for _, optimizer in runs), strict=True):
+        assert equal(a["step"], torch.tensor(5.0)) and equal(a | {"step": 5}, b)
 
 
 def test_the_option_may_be_switched_between_steps(monkeypatch):
@@ -215,4 +203,4 @@ def test_without_kernels_it_is_refused_before_anything_changes():
         match="group 0, parameter 0, .*capturable: got True for a parameter on cpu, accepted",
     ):
         train(params, optimizer, 1, 2)
-    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    assert equal(params, before)

@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.accuracy.trajectories import BETAS, Joined, Options
 from benchmarks.accuracy.trajectory_gradients import decaying, normal, sparse, stopped
+from tests.support import slow
 
 FORMATS = {"e4m3": "e4m3", "e5m2": "e5m2", "int8": "log8"}
 PAIRS = [*FORMATS.items(), ("e4m3", "log8")]
 N, STEPS = 512, 100
-SIZES = [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)]
+SIZES = [slow(64), 128, slow(256)]
 STOPPED = ("stopped", "stopped at 1e-7", "beside constants", "both")
 ERROR = {
     **dict.fromkeys(("random", "huge", "tiny"), 0.045),
@@ -123,9 +124,7 @@ def unlike(steps: int) -> Joined:
 
 
 @pytest.mark.parametrize("beta2, steps", [(0.9, 60), (0.95, 200), (0.99, 200), (0.999, 400)])
-@pytest.mark.parametrize(
-    "pair", [PAIRS[0], PAIRS[2], *(pytest.param(x, marks=pytest.mark.slow) for x in PAIRS[1::2])]
-)
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[2], *map(slow, PAIRS[1::2])])
 def test_second_moments_are_not_biased(pair, beta2, steps):
     for name, found in unlike(steps).compare(Options(*pair, (0.9, beta2))).items():
         assert abs(found["v"]) <= BIAS, (name, found)

@@ -25,14 +25,14 @@ from launch.train.plan import plan
 from tests.launch.convert.hf_folders import SIZES, convert, make, tensors
 from tests.launch.convert.hf_folders import config as written_config
 from tests.launch.convert.test_fill import joined
-from tests.launch.convert.weight_runs import options, without_model
+from tests.launch.convert.weight_runs import options, whole, without_model
 from tests.launch.pretrain_runs import (
     FP32_GRADIENTS,
     configuration,
     make_universal,
     weights_of,
 )
-from tests.support import run_ranks
+from tests.support import equal, run_ranks, slow
 
 pytest.importorskip("transformers")
 
@@ -46,15 +46,9 @@ BF16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_
         (1, 1, False, {}),
         (2, 2, True, {}),
         (3, 1, True, {}),
-        pytest.param(1, 2, True, FP32_GRADIENTS, marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            1,
-            {"optimizer": {"master_weights": "bf16_remainder"}},
-            {"bf16": BF16},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(3, 2, True, {}, marks=pytest.mark.slow),
+        slow(1, 2, True, FP32_GRADIENTS),
+        slow(2, 1, {"optimizer": {"master_weights": "bf16_remainder"}}, {"bf16": BF16}),
+        slow(3, 2, True, {}),
     ],
 )
 def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
@@ -70,36 +64,30 @@ def test_export_is_what_the_engine_held(work, tmp_path, stage, tp, coat, more):
     )
     assert "finished 2 steps" in ends[0][0], ends[0][0]
     after = {name: joined(name, [end[2][name] for end in ends[:tp]]) for name in ends[0][2]}
-    weights = open_weights(tmp_path / "save")
-    assert set(weights.shapes) == set(after)
-    assert all(torch.equal(weights.read(name), after[name]) for name in after)
-    exact = open_weights(tmp_path / "save", torch.float32)
-    masters = {name: exact.read(name) for name in after}
+    assert equal(whole(tmp_path / "save"), after)
+    masters = whole(tmp_path / "save", torch.float32)
     # half-way cases differ.
     held = (lambda master: split(master)[0]) if "bf16" in more else torch.Tensor.bfloat16
-    assert all(torch.equal(held(masters[name]), after[name]) for name in after)
+    assert equal({name: held(masters[name]) for name in masters}, after)
 
     convert(tmp_path / "save", tmp_path / "hf", "--verify")
-    hf = open_weights(tmp_path / "hf")
+    hf = whole(tmp_path / "hf")
     for name in after:
         rows = VOCAB if "embedding" in name or "output" in name else None
-        assert torch.equal(hf.read(name)[:rows], after[name][:rows])
+        assert torch.equal(hf[name][:rows], after[name][:rows])
 
     make_universal(tmp_path / "save", tmp_path / "universal")
-    universal = open_weights(tmp_path / "universal")
-    assert all(torch.equal(universal.read(name), masters[name].bfloat16()) for name in after)
+    rounded = {name: master.bfloat16() for name, master in masters.items()}
+    assert equal(whole(tmp_path / "universal"), rounded)
 
     again = options(
         work, tmp_path / "again", config, *parallel, "--init-from", tmp_path / "save", steps=1
     )
     begun = run_ranks(2, weights_of, again)
-    assert all(
-        torch.equal(begun[rank][1][n], ends[rank][2][n]) for rank in range(2) for n in ends[0][2]
-    )
+    assert equal([one[1] for one in begun], [one[2] for one in ends])
 
     cut = next(find_checkpoint(tmp_path / "save").glob("*optim_states.pt"))
-    whole = cut.stat().st_size
-    os.truncate(cut, whole - 1000)
+    os.truncate(cut, cut.stat().st_size - 1000)
     with pytest.raises(CheckpointError, match=f"{cut}: cannot be read"):
         open_weights(tmp_path / "save")
 
@@ -145,7 +133,7 @@ def refuses_another_model(save, tmp_path, capsys):
     (tmp_path / "model.json").write_text(json.dumps(known))
     convert(save, tmp_path / "bare", "--model", tmp_path / "model.json")
     one, other = tensors(tmp_path / "bare"), tensors(tmp_path / "out")
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert equal(one, other)
     (tmp_path / "kept.json").rename(manifest)
 
 
@@ -154,18 +142,18 @@ def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
     through a restart.
     """
     make("llama3", tmp_path / "hf", dtype=torch.bfloat16, vocab_size=300)
-    start, save = open_weights(tmp_path / "hf"), tmp_path / "save"
+    start, save = whole(tmp_path / "hf"), tmp_path / "save"
     config = configuration(tmp_path, 3)
     argv = ["--init-from", tmp_path / "hf", "--save", save, "--load", "auto", "--keep-last", "1"]
     argv = without_model(options(work, tmp_path / "run", config, *argv))
     (ending, before, _), _ = run_ranks(2, weights_of, [*argv, "--stop-at-step", "1"])
     assert "after step 1" in ending, ending
-    assert all(torch.equal(before[name], start.read(name)) for name in before)
+    assert equal(before, start)
     (ending, before, after), _ = run_ranks(
         2, weights_of, argv
     )  # continues, and does not start again
     assert "finished 2 steps" in ending, ending
-    assert not all(torch.equal(before[name], start.read(name)) for name in before)
+    assert not equal(before, start)
     assert [r["step"] for r in read_metrics(tmp_path / "run")] == [1, 2]
 
     convert(save, tmp_path / "out")
@@ -182,7 +170,10 @@ def test_a_run_starts_from_hugging_face_and_ends_there(work, tmp_path, capsys):
     refuses_another_model(save, tmp_path, capsys)
     universal = tmp_path / "universal"
     make_universal(save, universal)
-    assert open_weights(universal).travelling().keys() == start.travelling().keys()
+    assert (
+        open_weights(universal).travelling().keys()
+        == open_weights(tmp_path / "hf").travelling().keys()
+    )
 
 
 def planned(work, tmp_path, *more):

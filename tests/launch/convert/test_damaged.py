@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.coat_dist.checkpoint.small_saves import flip
 from tests.launch.convert.hf_folders import copied, edit, fails
 
 pytest.importorskip("transformers")
@@ -21,13 +22,6 @@ def rewrite(file, change):
     content = load_file(file)
     change(content)
     save_file(content, file, metadata={"format": "pt"})
-
-
-def flip(file):
-    """One bit of the last tensor."""
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize(

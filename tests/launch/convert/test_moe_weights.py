@@ -10,6 +10,7 @@ from launch.convert.config_json_out import config_for
 from launch.convert.fill import each_expert, grouped
 from launch.convert.sources import open_weights
 from tests.launch.convert.hf_folders import CASES, config, convert, edit, make, tensors
+from tests.support import equal
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +29,7 @@ def test_stacked_experts_of_transformers_5(tmp_path, name):
         convert(tmp_path / folder, tmp_path / f"{folder}-again")
     one, other = tensors(tmp_path / "each-again"), tensors(tmp_path / "stacked-again")
     assert one.keys() == other.keys() == tensors(tmp_path / "each").keys()
-    assert all(torch.equal(one[n], other[n]) for n in one)
+    assert equal(one, other)
 
 
 def test_grouped_experts_hold_the_same_weights():

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from coat_dist.checkpoint.manifest import CheckpointError, read_manifest, sync_f
 from coat_dist.checkpoint.write import publish
 from launch import to_universal
 from launch.convert.sources import open_weights
-from tests.launch.disk import PLACES, Failing
+from tests.launch.disk import PLACES, Failing, listing
 from tests.support import held_elsewhere
 
 
@@ -53,10 +52,6 @@ FULL = "error: {option}: cannot write {place}: the disk is full"
 
 def main(load, output):
     return to_universal.main(["--load", str(load), "--output", str(output)])
-
-
-def listing(folder):
-    return sorted(p.relative_to(folder).as_posix() for p in Path(folder).rglob("*"))
 
 
 def whole(output):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from launch.convert.sources import open_weights
 from tests.launch.pretrain_runs import command
+
+
+def whole(folder, dtype=None):
+    """All weights that a folder has."""
+    weights = open_weights(folder, dtype)
+    return {name: weights.read(name).clone() for name in weights.shapes}
 
 
 def options(work, run, config, *more, steps=2):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launch.common.errors import DataError
-from launch.data.blend import parse_blend, parse_split, read_info
+from launch.data.blend import parse_blend, parse_split
 from launch.data.dataset import build_datasets
 from tests.launch.tiny_data import VOCAB, make, train
 
@@ -51,12 +51,6 @@ def test_damaged_or_foreign_files_are_named(tmp_path, name, damage):
     damage(tmp_path / name)
     with pytest.raises(DataError, match=f"data: .*{name}.* accepted: "):
         train(prefix, 1)
-
-
-def test_two_keys_are_enough_for_data_of_megatrons_own_tools(tmp_path):
-    prefix = make(tmp_path / "x")
-    (tmp_path / "x.json").write_text('{"vocab_size": 50000, "eod": 0}')
-    assert read_info(prefix).eod == 0 and len(train(prefix, 1)) == 1
 
 
 def test_train_refuses_a_blend_of_two_vocabularies(tmp_path):

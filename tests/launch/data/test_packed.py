@@ -11,6 +11,7 @@ from launch.data.packed import document_lengths, pack_lengths, packed_documents,
 from launch.data.sampler import PretrainSampler, batches
 from tests.launch.pretrain_runs import configuration, losses, pretrain_on
 from tests.launch.tiny_data import make, train
+from tests.support import equal
 
 EOD = 9
 
@@ -58,7 +59,7 @@ def test_batches_keep_documents_apart(tmp_path, workers):
         plain["tokens"].flatten().tolist()
     ]
     wanted = separate_documents(plain, 0)
-    assert apart.keys() == wanted.keys() and all(torch.equal(apart[k], wanted[k]) for k in wanted)
+    assert apart.keys() == wanted.keys() and equal(apart, wanted)
     ends = (apart["tokens"][0, apart["cu_seqlens"][1:] - 1] == 0).sum()
     assert ends >= 3 and ends == (plain["tokens"] == 0).sum()
 

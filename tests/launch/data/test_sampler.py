@@ -9,17 +9,15 @@ import torch
 
 from launch.data.sampler import PretrainSampler, batches
 from tests.launch.tiny_data import make, train
+from tests.support import equal
 
 
 def positions(sampler, count):
     return list(itertools.islice(iter(sampler), count))
 
 
-def test_sampler_resumes_and_wraps():
-    straight = positions(PretrainSampler(10, 0, 2, 1, 2), 9)
-    assert straight[:4] == [[2, 3], [6, 7], [0, 1], [4, 5]]
-    for n in range(9):
-        assert positions(PretrainSampler(10, 4 * n, 2, 1, 2), 9 - n) == straight[n:]
+def test_sampler_wraps():
+    assert positions(PretrainSampler(10, 0, 2, 1, 2), 4) == [[2, 3], [6, 7], [0, 1], [4, 5]]
     sampler = PretrainSampler(10, 4, 2, 0, 1)
     # Every iteration begins at consumed_samples.
     assert positions(sampler, 3) == positions(sampler, 3)
@@ -33,7 +31,7 @@ def test_batches_resume_exactly_and_leave_the_random_state_alone(tmp_path, worke
     before = torch.get_rng_state()
     rest = list(itertools.islice(batches(dataset, PretrainSampler(500, 18, 3, 1, 2), workers), 5))
     assert torch.equal(torch.get_rng_state(), before)
-    for a, b in zip(straight[3:], rest, strict=True):
-        assert a.keys() == b.keys() == {"tokens", "labels", "loss_mask", "position_ids"}
-        assert all(torch.equal(a[k], b[k]) and a[k].shape == (3, 32) for k in a)
+    assert equal(rest, straight[3:])
+    keys = "tokens", "labels", "loss_mask", "position_ids"
+    assert {k: v.shape for k, v in rest[0].items()} == dict.fromkeys(keys, (3, 32))
     assert not torch.equal(straight[0]["tokens"], straight[1]["tokens"])

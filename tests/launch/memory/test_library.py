@@ -16,6 +16,7 @@ from launch.memory.peak import activations, peak_of
 from launch.memory.run import Run, parameters
 from tests.coat_dist.hf.families import toy
 from tests.coat_dist.hf.tiny import SIZES, tiny
+from tests.support import slow
 
 
 def planned(argv):
@@ -93,7 +94,7 @@ FAMILIES = (
     "gemma3:ImageTextToText",
     "t5:Seq2SeqLM",
     *(
-        pytest.param(name, marks=pytest.mark.slow)
+        slow(name)
         for name in (
             *("qwen3_moe", "mixtral", "gemma4", "phi3", "glm4", "ministral3", "lfm2", "nemotron_h"),
             *("qwen3_5", "qwen3_next", "qwen2_5_vl:ImageTextToText", "llava:ImageTextToText"),

@@ -4,7 +4,7 @@ import pytest
 
 from launch.memory.zero import states
 from tests.launch.memory.engines import MODEL, kept_for_backward, measured, planned, settings_of
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 WITH_REMAINDERS = {"optimizer": {"master_weights": "bf16_remainder"}}
@@ -31,10 +31,6 @@ def compare(model, settings, tp=1, recompute=None):
         assert {row["gradients of this rank's share"] for row in ranks} == {found.gradients}
     for row in ranks:
         assert row["activations"] == pytest.approx(kept_for_backward(run), rel=0.001)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,6 @@ def test_stages(stage, coat, more, tp) -> None:
             FP32,
         ),
         (2, {"norm_affine": False, "normalization": "layernorm"}, None, FP32),
-        slow(2, {"qk_norm": True}, None, FP32),
         slow(
             2, {"activation": "gelu", "normalization": "layernorm", "linear_bias": True}, {}, FP32
         ),

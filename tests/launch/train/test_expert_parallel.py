@@ -21,7 +21,7 @@ from tests.launch.pretrain_runs import (
     run_with,
     weights_of,
 )
-from tests.support import run_ranks
+from tests.support import equal, run_ranks, slow
 
 EXPERTS = [
     "num_moe_experts=4",
@@ -82,9 +82,9 @@ def settings(tmp_path, stage, activation=None, **more):
 @pytest.mark.parametrize(
     ("stage", "sums"),
     [
-        pytest.param(1, {}, marks=pytest.mark.slow),
+        slow(1, {}),
         (2, {}),
-        pytest.param(1, FP32_GRADIENTS, marks=pytest.mark.slow),
+        slow(1, FP32_GRADIENTS),
     ],
 )
 def test_divided_experts_train_as_whole_ones_to_the_bit(work, tmp_path, stage, sums):
@@ -103,7 +103,6 @@ def test_divided_experts_train_as_whole_ones_to_the_bit(work, tmp_path, stage, s
     assert [norm for *_, norm, _ in divided] == pytest.approx(
         [norm for *_, norm, _ in steps], rel=1e-6
     )
-    whole, found = ranks[0][1], set()
     for rank, (end, weights) in enumerate(parts):
         assert (
             end.startswith("finished 2 steps")
@@ -113,10 +112,8 @@ def test_divided_experts_train_as_whole_ones_to_the_bit(work, tmp_path, stage, s
             int(name.split("local_experts.")[1][0]) for name in weights if "local_experts" in name
         }
         assert experts == {2 * rank, 2 * rank + 1}
-        for name, weight in weights.items():
-            assert torch.equal(weight, whole[name]), name
-        found |= weights.keys()
-    assert found == whole.keys()
+    (_, whole), (_, one), (_, other) = ranks[0], *parts
+    assert equal(one | other, whole) and equal(other | one, whole)
 
 
 def close(numbers):
@@ -149,9 +146,7 @@ def test_divided_experts_of_four_ranks_train_as_whole_ones(work, tmp_path, activ
         assert ("in FP8" in ranks[0][0]) == ("expert_dispatch" not in activation)
         assert divided[0][1] == steps[0][1]
         weights = [of_rank for _, of_rank in ranks]
-        for one, other in ((0, 2), (1, 3)):
-            for name, weight in weights[one].items():
-                assert torch.equal(weight, weights[other][name]), name
+        assert equal(weights[:2], weights[2:])
 
 
 @pytest.mark.slow

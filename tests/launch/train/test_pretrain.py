@@ -18,17 +18,17 @@ from tests.launch.pretrain_runs import (
     rank_main,
     without_a_model,
 )
-from tests.support import run_ranks
+from tests.support import run_ranks, slow
 
 
 @pytest.mark.parametrize(
     ("stage", "coat", "more"),
     [
-        pytest.param(1, True, {}, marks=pytest.mark.slow),
+        slow(1, True, {}),
         (2, True, {}),
         (3, True, {}),
-        pytest.param(3, False, {}, marks=pytest.mark.slow),
-        pytest.param(1, False, FP32_GRADIENTS, marks=pytest.mark.slow),
+        slow(3, False, {}),
+        slow(1, False, FP32_GRADIENTS),
     ],
 )
 def test_non_finite_steps_are_skipped_and_change_nothing(work, tmp_path, stage, coat, more):
@@ -124,7 +124,7 @@ SIZES = {
 
 @pytest.mark.parametrize(
     ("names", "steps"),
-    [(("one", "two", "two sp"), 5), pytest.param(tuple(SIZES), 20, marks=pytest.mark.slow)],
+    [(("one", "two", "two sp"), 5), slow(tuple(SIZES), 20)],
     ids=["two", "four"],
 )
 def test_tensor_parallel_sizes_agree(work, tmp_path, names, steps):
@@ -196,10 +196,10 @@ ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
     [
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, True, []),
         ({"stage": 1}, True, ["--pipeline-parallel", "2"]),
-        pytest.param({"stage": 1}, False, [], marks=pytest.mark.slow),
-        pytest.param({"stage": 2}, True, ["--tensor-parallel", "2"], marks=pytest.mark.slow),
-        pytest.param(ZERO3, True, [], marks=pytest.mark.slow),
-        pytest.param(ZERO3, False, [], marks=pytest.mark.slow),
+        slow({"stage": 1}, False, []),
+        slow({"stage": 2}, True, ["--tensor-parallel", "2"]),
+        slow(ZERO3, True, []),
+        slow(ZERO3, False, []),
     ],
 )
 def test_eval_only_repeats_the_evaluations_of_training_and_saves_nothing(

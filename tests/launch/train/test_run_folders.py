@@ -17,6 +17,7 @@ from launch.train import pretrain_options
 from launch.train.metrics import read_metrics
 from launch.train.run_folders import open_folders, open_on_nodes
 from tests.coat_dist.test_shared_folders import error_of, on_a_node
+from tests.launch.disk import listing
 from tests.launch.pretrain_runs import configuration, pretrain_on
 from tests.support import held_elsewhere, run_ranks
 
@@ -52,10 +53,6 @@ def options(*argv):
 def opened(*argv):
     with ExitStack() as locks:
         return open_folders(options(*argv), locks)
-
-
-def listing(folder):
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
 def refused(*argv):

@@ -37,6 +37,11 @@ def test_first_signal_is_a_request_and_its_echo_nothing(handlers, monkeypatch, c
     assert capfd.readouterr().err == (line if rank == "0" else "")
 
 
+def run(program):
+    line = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
 def test_a_later_signal_ends_at_once():
     program = """
         import os, signal, time
@@ -48,12 +53,7 @@ def test_a_later_signal_ends_at_once():
         os.kill(os.getpid(), signal.SIGTERM)
         print("not reached")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(program)
     assert done.returncode == 128 + signal.SIGTERM and done.stdout == "still here\n"
 
 
@@ -77,12 +77,7 @@ def test_a_dead_launcher_is_a_request():
         os.wait()
         time.sleep(0.01)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(program)
     assert done.stdout == "end of the launcher\n"
 
 

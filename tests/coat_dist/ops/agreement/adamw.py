@@ -189,7 +189,7 @@ def check_many(name):
         for x, seed, e in zip(alone, seeds, more_alone, strict=True):
             one_step(kernels, *x, numbers, seed, **e)
         for e, other in zip(more, more_alone, strict=True):
-            assert all(torch.equal(e[key], other[key]) for key in e)
+            assert equal(e, other)
         for mine, theirs in zip(together, alone, strict=True):
             for a, b in zip(mine[:4], theirs[:4], strict=True):
                 assert equal(tensors_of(a), tensors_of(b))

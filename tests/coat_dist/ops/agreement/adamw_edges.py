@@ -12,6 +12,7 @@ from coat_dist.reference import adamw as reference
 from coat_dist.reference.adamw import AdamWStep
 from coat_dist.reference.dither import dither
 from coat_dist.reference.moments import TINY, Moment, MomentCodec, decode, encode
+from tests.support import equal
 from tests.support.devices import DEVICE, on_device
 
 from ..adamw_problems import NUMBERS, clone, one_step, problem
@@ -128,7 +129,7 @@ def check_codes_survive():
         for _ in range(2):
             one_step(kernels, zero.clone(), zero, m, v, codec_m, codec_v, STILL)
         for before, after in zip(start, (m, v), strict=True):
-            assert all(map(torch.equal, before, after)), (a, normalize, k_m, k_v)
+            assert equal(before, after), (a, normalize, k_m, k_v)
 
 
 def check_amaxes_stay(every):
