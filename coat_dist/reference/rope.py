@@ -213,7 +213,7 @@ def split_rope_backward(
     if table is not None and heads.batch_first:
         table = table.for_batch_first()
     for i, dy in enumerate((dq, dk)):
-        dx = _rotate_back(dy.float(), table)
+        dx = _rotate(dy.float(), table, back=True)
         if norms is not None and mixed is not None:
             x = heads.split(mixed)[i].reshape(dy.shape)
             stats = norm_stats(x, "rmsnorm", norms.eps[i])
@@ -233,18 +233,16 @@ def split_rope_backward(
     return dmixed, amax(dmixed), torch.stack(sums) if sums else None
 
 
-def _rotate(x: torch.Tensor, table: RopeTable | None) -> torch.Tensor:
-    return _turn(x, table, lambda a, b, ca, cb, sa, sb: (a * ca - b * sa, b * cb + a * sb))
-
-
-def _rotate_back(y: torch.Tensor, table: RopeTable | None) -> torch.Tensor:
-    return _turn(y, table, lambda a, b, ca, cb, sa, sb: (a * ca + b * sb, b * cb - a * sa))
-
-
-def _turn(x: torch.Tensor, table: RopeTable | None, formula) -> torch.Tensor:
+def _rotate(x: torch.Tensor, table: RopeTable | None, back: bool = False) -> torch.Tensor:
+    """The rotation; ``back``: its gradient, which is the rotation with the two sines exchanged and
+    negated.
+    """
     if table is None:
         return x
     rot = table.cos.shape[-1]
-    angles = (part.unsqueeze(2) for t in (table.cos, table.sin) for part in table.pair(t))
-    turned = table.join(*formula(*table.pair(x[..., :rot]), *angles))
+    (cos_a, cos_b), (sin_a, sin_b) = (table.pair(t.unsqueeze(2)) for t in (table.cos, table.sin))
+    if back:
+        sin_a, sin_b = -sin_b, -sin_a
+    a, b = table.pair(x[..., :rot])
+    turned = table.join(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
     return torch.cat((turned, x[..., rot:]), -1)
