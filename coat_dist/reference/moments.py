@@ -89,22 +89,12 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from ..formats import ALWAYS_EXPANDED, FirstMomentFormat, FP8Format, SecondMomentFormat
-from .moment_formats import (
-    LOG8_SPAN,
-    LOG8_UNIT,
-    MOMENT_FORMATS,
-    TINY,
-    FP8Moments,
-    MomentFormat,
-    lowest_exponent,
-)
+from ..formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
+from .moment_formats import MOMENT_FORMATS, TINY, MomentFormat
 
 __all__ = [
     "FIRST_MOMENT_FORMATS",
     "K_SLACK",
-    "LOG8_SPAN",
-    "LOG8_UNIT",
     "RATIO_SPAN",
     "SECOND_MOMENT_FORMATS",
     "TINY",
@@ -113,7 +103,6 @@ __all__ = [
     "decode",
     "divisor",
     "encode",
-    "lowest_exponent",
 ]
 
 FIRST_MOMENT_FORMATS = get_args(FirstMomentFormat)
@@ -187,12 +176,6 @@ class MomentCodec:
     def kind(self) -> MomentFormat:
         """What ``format`` names."""
         return MOMENT_FORMATS[self.format]
-
-    @property
-    def fp8(self) -> FP8Format:
-        """The FP8 format; of "e4m3" and "e5m2" only."""
-        assert isinstance(self.kind, FP8Moments)
-        return self.kind.fp8
 
     @property
     def max(self) -> float:
