@@ -19,13 +19,13 @@ from ...formats import QuantizedTensor
 from ..function import outside_of_graphs
 from .peer_memory import PeerMemory, peer_memory
 
-__all__ = ["Pending", "TensorParallel", "gather_into"]
+__all__ = ["Pending", "TensorParallel", "all_gather"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 # torch 2.13 renamed both collectives and deprecated the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -33,11 +33,6 @@ _find_peers = outside_of_graphs(peer_memory)
 """Ranks have to find the same: also where torch.compile traces a call on one of them and not on
 another.
 """
-
-
-def gather_into(out: torch.Tensor, t: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to gather all ranks' ``t`` ``[n]`` into ``out`` ``[size * n]``."""
-    return _all_gather(out, t, group=group, async_op=True)
 
 
 class Pending(Generic[T]):
@@ -182,11 +177,11 @@ class TensorParallel:
         outs = [p.new_empty(self.size * p.shape[0], *p.shape[1:]) for p in payloads]
         works: tuple[Any, ...]
         if len(tensors) == 1:
-            works = (_all_gather(outs[0], payloads[0], group=self.group, async_op=True),)
+            works = (all_gather(outs[0], payloads[0], group=self.group, async_op=True),)
         else:
             with dist._coalescing_manager(self.group, async_ops=True) as together:
                 for out, payload in zip(outs, payloads, strict=True):
-                    _all_gather(out, payload, group=self.group, async_op=True)
+                    all_gather(out, payload, group=self.group, async_op=True)
             works = (together,)
         dtypes = [t.dtype for t in tensors]
         gathered = lambda: tuple(out.view(dtype) for out, dtype in zip(outs, dtypes, strict=True))  # noqa: E731
