@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 
@@ -170,9 +170,10 @@ def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
 
 class _Made(NamedTuple):
     value: Any
-    others: list[TensorWeakRef]
-    """The tensors behind the first one."""
-    versions: list[int | None]
+    others: tuple[torch.Tensor, ...]
+    """The tensors behind the first one: while they live, no other tensors have their ids."""
+    stamp: list[tuple[int, int | None]]
+    """Id and count of changes of each tensor."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -193,16 +194,10 @@ def once_per_tensor(make: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(make)
     def call(*tensors: torch.Tensor, **options: Hashable) -> T:
         by_options = kept.setdefault(tensors[0], {})
-        key, versions = tuple(options.items()), [version_of(t) for t in tensors]
+        key, stamp = tuple(options.items()), [(id(t), version_of(t)) for t in tensors]
         found = by_options.get(key)
-        if (
-            found is None
-            or found.versions != versions
-            or any(ref() is not t for ref, t in zip(found.others, tensors[1:], strict=True))
-        ):
-            found = by_options[key] = _Made(
-                make(*tensors, **options), [TensorWeakRef(t) for t in tensors[1:]], versions
-            )
+        if found is None or found.stamp != stamp:
+            found = by_options[key] = _Made(make(*tensors, **options), tensors[1:], stamp)
         return found.value
 
     return call
