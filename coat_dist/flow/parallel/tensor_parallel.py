@@ -160,20 +160,20 @@ class TensorParallel:
         return Pending(lambda: t, (dist.all_reduce(t, group=self.group, async_op=True),))
 
     def gather_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``t`` one after the other along dimension 0. FP8 travels as bytes: not
-        every backend knows it.
-        """
+        """All ranks' ``t`` one after the other along dimension 0."""
         return self.start_gather(t).wait()[0]
 
     def start_gather(self, *tensors: torch.Tensor) -> Pending[tuple[torch.Tensor, ...]]:
-        """:meth:`gather_rows` of several tensors in one collective, under way."""
+        """:meth:`gather_rows` of several tensors in one collective, under way. They travel as
+        bytes: not every backend knows FP8, and gloo wants one type.
+        """
         if self.size == 1:
             return Pending(lambda: tensors)
         first = tensors[0]
         if (peers := self.peers(first.numel(), first.itemsize, first.device)) is not None:
             whole, coming = peers.gather([t.contiguous() for t in tensors])
             return Pending(lambda: tuple(whole), tuple(coming.values()))
-        payloads = [_payload(t, len(tensors) > 1) for t in tensors]
+        payloads = [t.contiguous().view(torch.uint8) for t in tensors]
         outs = [p.new_empty(self.size * p.shape[0], *p.shape[1:]) for p in payloads]
         works: tuple[Any, ...]
         if len(tensors) == 1:
@@ -225,11 +225,3 @@ class TensorParallel:
             )
         out, t = t.new_empty(t.shape[0] // self.size, *t.shape[1:]), t.contiguous()
         return Pending(lambda: out, (_reduce_scatter(out, t, group=self.group, async_op=True),), t)
-
-
-def _payload(t: torch.Tensor, together: bool) -> torch.Tensor:
-    """What travels: FP8 as bytes, as not every backend knows it; several tensors too, as gloo
-    wants one type.
-    """
-    t = t.contiguous()
-    return t.view(torch.uint8) if together or t.dtype.itemsize == 1 else t
