@@ -94,7 +94,7 @@ def exact_y(x, moment, codec):
     k = moment.k.double()[:, None]
     if codec.format == "log8":
         return torch.where(ratio > 0, 255 + torch.log2(ratio) * 250 / k, 0.0)
-    return codec.max * ratio ** (k / (64 if codec.format == "int8" else 16))
+    return codec.kind.max * ratio ** (k / (64 if codec.format == "int8" else 16))
 
 
 def half_step(y, codec):

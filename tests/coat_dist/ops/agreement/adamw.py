@@ -141,7 +141,7 @@ def check_moment(got, wanted, exact, noise, codec, seed, before=None):
         allowed = codec.unit / k * (1.5 * noise / wide.clamp(min=TINY) + 3e-5) + 1e-4
     else:
         power = k / codec.unit
-        y = codec.max * (wide / a[:, None]) ** power
+        y = codec.kind.max * (wide / a[:, None]) ** power
         allowed = y * (1e-4 * (1 + power) + power * noise / wide.clamp(min=TINY))
     if seed is None:
         upper = torch.maximum(mine.abs(), theirs.abs())
