@@ -71,11 +71,7 @@ class NormRows(NamedTuple):
 
 
 def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
-    """Statistics of the rows of x ``[..., h]``.
-
-    Raises:
-        ValueError: ``kind`` is neither "rmsnorm" nor "layernorm".
-    """
+    """Statistics of the rows of x ``[..., h]``; ``kind`` is "rmsnorm" or "layernorm"."""
     centered, mean = _centered(x, kind)
     return NormStats(_rstd(centered, eps), mean)
 
@@ -224,10 +220,8 @@ def _centered(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor | 
     x = x.float()
     if kind == "rmsnorm":
         return x, None
-    if kind == "layernorm":
-        mean = x.mean(-1, keepdim=True, dtype=torch.float64).float()
-        return x - mean, mean
-    raise ValueError(f"norm kind: got {kind!r}, accepted: 'rmsnorm', 'layernorm'")
+    mean = _row_mean(x)
+    return x - mean, mean
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:
