@@ -55,7 +55,6 @@ def sdpa(
         ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
 
     Raises:
-        TypeError: ``documents`` that are no :class:`Documents`.
         ValueError: ``documents`` that do not fit the sequence.
     """
     values = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
@@ -98,7 +97,6 @@ def attention(
         hand it to :func:`~coat_dist.flow.linear` as ``compressed``, so that nobody keeps the first.
 
     Raises:
-        TypeError: ``documents`` as in :func:`sdpa`.
         ValueError: a shape or dtype that does not fit; names the argument.
     """
     check_settings(settings)
@@ -201,9 +199,6 @@ def _checked_documents(
     """``documents``, or None where one SDPA does the same; raises what :func:`sdpa` says."""
     if documents is None:
         return None
-    if not isinstance(documents, Documents):
-        got = type(documents).__name__
-        raise TypeError(f"documents: got {got}, accepted: Documents(cu_seqlens, max_seqlen)")
     if q.shape[1] != 1 or q.shape[0] != k.shape[0]:
         raise ValueError(
             f"q: got {list(q.shape)} with {k.shape[0]} keys, accepted: [s, 1, heads, d] and s keys "

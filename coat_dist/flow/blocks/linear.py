@@ -76,13 +76,9 @@ def linear(
         dimension 0.
 
     Raises:
-        TypeError: x is no tensor.
         ValueError: a shape or dtype that does not fit; names the argument.
     """
     check_settings(settings)
-    if not isinstance(x, torch.Tensor):
-        pair = "; flow.attention returns (output, compressed)" if isinstance(x, tuple) else ""
-        raise TypeError(f"x: got {type(x).__name__}, accepted: a tensor{pair}")
     check_input(x, weight)
     if tp.sharded and x.shape[0] % tp.size:
         raise ValueError(
@@ -240,11 +236,6 @@ def norm_qkv(
     if norm is not None:
         check_normed(x, norm, tp)
     weights, biases = joined(x, weight, bias)
-    if residual and norm is None:
-        raise ValueError(
-            "residual: got true without a norm, accepted: false (its backward has nothing to add "
-            "to)"
-        )
     if x.dim() != 3 or heads.batch_first and tp.sharded:
         raise ValueError(
             f"x: got shape {list(x.shape)}, accepted: [s, b, h], or [b, s, h] without sequence "

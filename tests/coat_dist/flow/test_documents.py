@@ -152,9 +152,6 @@ def test_documents_refuse_misfits():
         for attend in ATTENDS:
             with pytest.raises(ValueError, match=message):
                 attend(q, k, v, given)
-    for attend in ATTENDS:
-        with pytest.raises(TypeError, match=r"documents: got Tensor, accepted: Documents\(cu_seq"):
-            attend(q, k, v, starts)
     with pytest.raises(
         ValueError, match=r"q: got \[40, 2, 4, 32\] with 40 keys, accepted: \[s, 1, heads, d\]"
     ):
