@@ -49,11 +49,7 @@ class Documents:
         if cu.dim() != 1 or cu.shape[0] < 2 or cu.dtype != torch.int32:
             accepted = "torch.int32 [documents + 1], at least one document"
             raise ValueError(f"cu_seqlens: got {cu.dtype} {list(cu.shape)}, accepted: {accepted}")
-        if not isinstance(self.max_seqlen, int) or self.max_seqlen < 1:
-            raise ValueError(
-                f"max_seqlen: got {self.max_seqlen!r}, accepted: an int, at least the longest "
-                "document"
-            )
+        longest = 1
         if self.lengths is not None or cu.device.type == "cpu":
             ends = self.bounds
             lengths = [b - a for a, b in itertools.pairwise(ends)]
@@ -61,11 +57,12 @@ class Documents:
                 raise ValueError(
                     f"cu_seqlens: got {ends}, accepted: from 0 up to the number of tokens, {tokens}"
                 )
-            if max(lengths) > self.max_seqlen:
-                raise ValueError(
-                    f"max_seqlen: got {self.max_seqlen}, accepted: at least the longest document, "
-                    f"{max(lengths)} tokens"
-                )
+            longest = max(lengths)
+        if not isinstance(self.max_seqlen, int) or self.max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen: got {self.max_seqlen!r}, accepted: an int, {longest} or more, the "
+                "tokens of the longest document"
+            )
         self.__dict__["_fits"] = tokens
 
     @functools.cached_property

@@ -145,7 +145,7 @@ def test_documents_refuse_misfits():
         (Documents(starts[:-1], 17), "accepted: from 0 up to the number of tokens, 40"),
         (
             Documents(starts, 16),
-            "max_seqlen: got 16, accepted: at least the longest document, 17 tokens",
+            "max_seqlen: got 16, accepted: an int, 17 or more, the tokens of the longest",
         ),
         (Documents(starts, torch.tensor(17)), r"max_seqlen: got tensor\(17\), accepted: an int"),
     ):
