@@ -74,6 +74,8 @@ class _PowerFormat(_Format):
     """
 
     log2_range: float
+    dtype: torch.dtype
+    """Of codes."""
 
     def exponents(self, spread: torch.Tensor, k_numerator: float) -> torch.Tensor:
         return torch.where(spread > 0, torch.floor(k_numerator / spread), 255.0).clamp(1.0, 255.0)
@@ -81,7 +83,8 @@ class _PowerFormat(_Format):
     def spaced(self, log_ratio: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return self.max * torch.exp2((log_ratio * (k / self.unit)[:, None]).clamp(max=0.0))
 
-    def _read(self, code: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        code = q.view(self.dtype).float()
         return code, torch.log2(code.abs() / self.max) * (self.unit / k[:, None])
 
 
@@ -91,7 +94,7 @@ class FP8Moments(_PowerFormat):
     unit = 16.0
 
     def __init__(self, fp8: FP8Format) -> None:
-        self.fp8, self.name, self.max = fp8, fp8.name, fp8.max
+        self.fp8, self.name, self.max, self.dtype = fp8, fp8.name, fp8.max, fp8.dtype
         self.log2_range = math.log2(fp8.max**2 / 2.0)
 
     def codes(
@@ -103,13 +106,10 @@ class FP8Moments(_PowerFormat):
         keep_nonzero: bool,
     ) -> torch.Tensor:
         y = y if noise is None else _round_stochastically(y, self.fp8, noise)
-        q = y.to(self.fp8.dtype).view(torch.uint8)
+        q = y.to(self.dtype).view(torch.uint8)
         if keep_nonzero:
             q = torch.where((q == 0) & (x.abs() >= TINY), 1, q)
         return q | (x.signbit().to(torch.uint8) << 7)
-
-    def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read(q.view(self.fp8.dtype).float(), k)
 
 
 class Int8Moments(_PowerFormat):
@@ -117,7 +117,7 @@ class Int8Moments(_PowerFormat):
     large values.
     """
 
-    name, max, unit, log2_range = "int8", 127.0, 64.0, 5.0
+    name, max, unit, log2_range, dtype = "int8", 127.0, 64.0, 5.0, torch.int8
 
     def codes(
         self,
@@ -128,10 +128,7 @@ class Int8Moments(_PowerFormat):
         keep_nonzero: bool,
     ) -> torch.Tensor:
         rounded = torch.copysign(torch.round(y) if noise is None else torch.floor(y + noise), x)
-        return rounded.nan_to_num(0.0).to(torch.int8).view(torch.uint8)
-
-    def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read(q.view(torch.int8).float(), k)
+        return rounded.nan_to_num(0.0).to(self.dtype).view(torch.uint8)
 
 
 class Log8Moments(_Format):
