@@ -139,12 +139,7 @@ def norm_compress_rows(
     makes it, with scales that are powers of two; in ``out`` where that is given.
     """
     x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
-    y8 = quantize_rows(y, fmt, aligned=True)
-    if out is not None:
-        out.codes.copy_(y8.codes)
-        out.scales.copy_(y8.scales)
-        out.top = y8.top
-    return NormRows(x8, stats, y8 if out is None else out)
+    return NormRows(x8, stats, quantize_rows(y, fmt, True, out))
 
 
 def norm_quantize(

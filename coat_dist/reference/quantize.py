@@ -186,8 +186,8 @@ def quantize_rows(
     Args:
         x: ``[..., k]``, any floating dtype.
         aligned: make scales powers of two.
-        out: takes codes and scales, both contiguous; its ``top`` is raised to the largest of these
-            scales.
+        out: takes codes and scales, both contiguous; its ``top``, if it has one, is raised to the
+            largest of these scales.
 
     Returns:
         layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``, and the largest of these, unless
@@ -199,7 +199,9 @@ def quantize_rows(
         return q
     out.codes.copy_(q.codes)
     out.scales.copy_(q.scales)
-    if q.top is not None and out.top is not None:
+    if out.top is None:
+        out.top = q.top
+    elif q.top is not None:
         out.top.copy_(torch.maximum(out.top, q.top))
     return out
 
