@@ -61,11 +61,6 @@ class Entry(Planned):
         self.notes: list[str] = []
         """For the report of a block that runs the flow."""
 
-    def refuse(self, why: str) -> None:
-        """Leave the block as it is, for a reason."""
-        self.why = why
-        self.changes.clear()
-
 
 Recognizer = Callable[[Entry], bool]
 """Fills in an entry whose block it knows: changes, or a reason. Returns whether it knows it."""
