@@ -49,7 +49,7 @@ class Function(torch.autograd.Function):
     of them alone.
     """
 
-    saves: tuple[str, ...]
+    saves: tuple[str, ...] = ()
     """Names of the tensors that forward saves first."""
     Saved: Callable[..., Any]
     """Gives them their names, for ``save_for_backward``."""
@@ -61,8 +61,7 @@ class Function(torch.autograd.Function):
     """
 
     def __init_subclass__(cls) -> None:
-        if hasattr(cls, "saves"):
-            cls.Saved, cls.saved = _by_name(cls.saves)
+        cls.Saved, cls.saved = _by_name(cls.saves)
         cls.needs = _by_argument(cls.forward)
         cls.forward = staticmethod(_without_autocast(cls.forward))  # type: ignore[method-assign]
         cls.backward = staticmethod(  # type: ignore[method-assign]

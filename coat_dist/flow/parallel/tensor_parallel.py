@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from ...formats import QuantizedTensor
-from ..function import outside_of_graphs
 from .peer_memory import PeerMemory, peer_memory
 
 __all__ = ["Pending", "TensorParallel", "all_gather"]
@@ -27,12 +26,6 @@ U = TypeVar("U")
 # torch 2.13 renamed both collectives and deprecated the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-_find_peers = outside_of_graphs(peer_memory)
-"""Ranks have to find the same: also where torch.compile traces a call on one of them and not on
-another.
-"""
 
 
 class Pending(Generic[T]):
@@ -133,7 +126,7 @@ class TensorParallel:
         """
         if self.size == 1 or not self.reads_peers:
             return None
-        return _find_peers(self.group, elements, itemsize, device)
+        return peer_memory(self.group, elements, itemsize, device)
 
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has
@@ -184,8 +177,11 @@ class TensorParallel:
                     all_gather(out, payload, group=self.group, async_op=True)
             works = (together,)
         dtypes = [t.dtype for t in tensors]
-        gathered = lambda: tuple(out.view(dtype) for out, dtype in zip(outs, dtypes, strict=True))  # noqa: E731
-        return Pending(gathered, works, payloads)
+        return Pending(
+            lambda: tuple(out.view(dtype) for out, dtype in zip(outs, dtypes, strict=True)),
+            works,
+            payloads,
+        )
 
     def start_gather_quantized(self, q: QuantizedTensor) -> Pending[QuantizedTensor]:
         """All ranks' rows of a tensor quantized by rows, codes and scales in one collective,
