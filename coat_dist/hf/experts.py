@@ -37,7 +37,7 @@ class ExpertsKind(NamedTuple):
 
     weights: tuple[str, str]
     """The parameters of their first and second product."""
-    biases: tuple[str, str] | None
+    biases: tuple[str, ...]
     activation: str | None
     """The flow's name of it; None of one that the flow does not have."""
     transposed: bool
@@ -60,7 +60,7 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     first, act = "up_proj", getattr(module, "act_fn", None)
     if getattr(module, "has_gate", True):
         first, act = "gate_up_proj", module._apply_gate
-    biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else None
+    biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else ()
     modes = [(part, part.training) for part in module.modules()]
     module.train()  # from_pretrained leaves it in eval mode, in which dropout and noise are off
     activation = activation_of(act)
@@ -114,7 +114,7 @@ class Experts(Block):
         ready = fits(hidden_states) and hidden_states.dim() == 2 and self.coat_ready()
         if not (ready and _is_plain(first) and _is_plain(second)):
             return plain(self, hidden_states, top_k_index, top_k_weights)
-        biases = (getattr(self, name) for name in kind.biases or ())
+        biases = (getattr(self, name) for name in kind.biases)
         return flow.routed_mlp(
             hidden_states,
             top_k_index,

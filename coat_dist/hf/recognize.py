@@ -253,9 +253,7 @@ def mlp_kind(module: Any) -> MLPKind | None:
     function = getattr(type(act), "forward", None)  # without hooks
 
     def activate(x: torch.Tensor) -> torch.Tensor:
-        if not gated:
-            return function(act, x)  # type: ignore[misc]
-        gate, up = x.chunk(2, -1)
+        gate, up = x.chunk(2, -1) if gated else (x, 1.0)
         return function(act, gate) * up  # type: ignore[misc]
 
     return MLPKind(first, last, activation_of(activate))
@@ -263,7 +261,7 @@ def mlp_kind(module: Any) -> MLPKind | None:
 
 @torch.enable_grad()
 @unset_fake_temporarily()
-def activation_of(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+def activation_of(function: Any) -> str | None:
     """The flow's name of a function of what a first product gives; None of one that the flow does
     not have. It is called with random numbers, also where a model is planned on fake tensors.
     """
