@@ -48,7 +48,7 @@ def altered(
     def codecs(group: Any) -> tuple[MomentCodec, MomentCodec]:
         m, v = optimizer_state.codecs(group)
         if factor is not None and m.format != "int8" and m.expand:
-            m = RangedCodec(**vars(m), log2_range=math.log2(m.fp8.max**2 * factor))
+            m = RangedCodec(**vars(m), log2_range=math.log2(m.kind.max**2 * factor))
         return m, replace(v, keep_grid=False) if fresh_grids else v
 
     def noise(seed: int, step: int, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,13 +21,14 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 
 __all__ = [
     "Function",
     "check_settings",
+    "leave_out",
     "once_differentiable",
     "once_per_tensor",
     "outside_of_graphs",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_frames = torch._C._dynamo.eval_frame
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
@@ -47,7 +49,7 @@ class Function(torch.autograd.Function):
     of them alone.
     """
 
-    saves: tuple[str, ...]
+    saves: tuple[str, ...] = ()
     """Names of the tensors that forward saves first."""
     Saved: Callable[..., Any]
     """Gives them their names, for ``save_for_backward``."""
@@ -59,8 +61,7 @@ class Function(torch.autograd.Function):
     """
 
     def __init_subclass__(cls) -> None:
-        if hasattr(cls, "saves"):
-            cls.Saved, cls.saved = _by_name(cls.saves)
+        cls.Saved, cls.saved = _by_name(cls.saves)
         cls.needs = _by_argument(cls.forward)
         cls.forward = staticmethod(_without_autocast(cls.forward))  # type: ignore[method-assign]
         cls.backward = staticmethod(  # type: ignore[method-assign]
@@ -139,18 +140,20 @@ def check_settings(settings: Any) -> None:
         )
 
 
-def outside_of_graphs(function: _Step) -> _Step:
-    """``function``, which torch.compile does not trace but calls. Where nothing is traced it costs
-    nothing, whereas ``torch.compiler.disable`` takes some microseconds each time.
+def leave_out(function: Any, callees: bool) -> None:
+    """Let torch.compile run calls of a function as they are where it does not inline them. Unlike
+    ``torch.compiler.disable`` this costs a call nothing, and imports no compiler.
     """
-    # What torch itself uses: `torch.compiler.disable` imports the compiler.
-    disabled = torch._disable_dynamo(function)
+    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+    strategy = _frames._FrameExecStrategy(skip, skip if callees else default)
+    _frames.set_code_exec_strategy(function.__code__, strategy)
 
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        return (disabled if torch.compiler.is_compiling() else function)(*args, **options)
 
-    return call  # type: ignore[return-value]
+def outside_of_graphs(function: _Step) -> _Step:
+    """``function``, which torch.compile does not trace, nor what it calls: a graph break."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    leave_out(function, callees=True)
+    return function
 
 
 def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -170,9 +173,10 @@ def shaped(out: torch.Tensor, *shape: int) -> torch.Tensor:
 
 class _Made(NamedTuple):
     value: Any
-    others: list[TensorWeakRef]
-    """The tensors behind the first one."""
-    versions: list[int | None]
+    others: tuple[torch.Tensor, ...]
+    """The tensors behind the first one: while they live, no other tensors have their ids."""
+    stamp: list[tuple[int, int | None]]
+    """Id and count of changes of each tensor."""
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
@@ -193,16 +197,10 @@ def once_per_tensor(make: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(make)
     def call(*tensors: torch.Tensor, **options: Hashable) -> T:
         by_options = kept.setdefault(tensors[0], {})
-        key, versions = tuple(options.items()), [version_of(t) for t in tensors]
+        key, stamp = tuple(options.items()), [(id(t), version_of(t)) for t in tensors]
         found = by_options.get(key)
-        if (
-            found is None
-            or found.versions != versions
-            or any(ref() is not t for ref, t in zip(found.others, tensors[1:], strict=True))
-        ):
-            found = by_options[key] = _Made(
-                make(*tensors, **options), [TensorWeakRef(t) for t in tensors[1:]], versions
-            )
+        if found is None or found.stamp != stamp:
+            found = by_options[key] = _Made(make(*tensors, **options), tensors[1:], stamp)
         return found.value
 
     return call

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .. import flow
-from ..ops import ACTIVATIONS, activation_apply
 from ..patching.reasons import PLAIN, module_of, original_class, own_code, why_not_fp8
 from .modules import Block, fits, opaque
+from .recognize import activation_of
 
 __all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
 
@@ -37,7 +37,7 @@ class ExpertsKind(NamedTuple):
 
     weights: tuple[str, str]
     """The parameters of their first and second product."""
-    biases: tuple[str, str] | None
+    biases: tuple[str, ...]
     activation: str | None
     """The flow's name of it; None of one that the flow does not have."""
     transposed: bool
@@ -60,48 +60,24 @@ def experts_kind(module: Any) -> ExpertsKind | None:
     first, act = "up_proj", getattr(module, "act_fn", None)
     if getattr(module, "has_gate", True):
         first, act = "gate_up_proj", module._apply_gate
-    biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else None
+    biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else ()
     modes = [(part, part.training) for part in module.modules()]
     module.train()  # from_pretrained leaves it in eval mode, in which dropout and noise are off
-    activation = _activation(act)
+    activation = activation_of(act)
     for part, training in modes:
         part.training = training
     return ExpertsKind((first, "down_proj"), biases, activation, module.is_transposed)
 
 
-@torch.enable_grad()
-@unset_fake_temporarily()
-def _activation(function: Any) -> str | None:
-    """The flow's name of a function; None of one that the flow does not have. It needs values, also
-    where a model is planned on fake tensors.
-    """
-    seed = torch.Generator("cpu").manual_seed(0)
-    x = torch.rand(2, 512, generator=seed, device="cpu", dtype=torch.float32) * 2 - 1
-    x = 1000 * x**5  # many small numbers, and some beyond any limit
-    try:
-        found = function(x).float()
-    except Exception:  # a function of other arguments, or with parameters on a GPU
-        return None
-    if found.requires_grad:  # parameters of the function are trained, which the flow would not do
-        return None
-    for name in ACTIVATIONS:
-        wanted = activation_apply(x, name)
-        if found.shape == wanted.shape and torch.allclose(found, wanted, 1e-4, 1e-5):
-            return name
-    return None
-
-
 def why_not_experts(module: Any, kind: ExpertsKind) -> str | None:
     """Why experts of this kind stay in BF16."""
     implementation = module.config._experts_implementation
-    whys: dict[str, Any] = {
-        "a norm behind each expert": getattr(module, "has_post_expert_norm", False),
-        f"experts_implementation {implementation!r}": implementation not in IMPLEMENTATIONS,
-        "an activation that the flow does not have": kind.activation is None,
-    }
-    for why, applies in whys.items():
-        if applies:
-            return why
+    if getattr(module, "has_post_expert_norm", False):
+        return "a norm behind each expert"
+    if implementation not in IMPLEMENTATIONS:
+        return f"experts_implementation {implementation!r}"
+    if kind.activation is None:
+        return "an activation that the flow does not have"
     for name in kind.weights:
         weight = module._parameters.get(name)
         if not _is_plain(weight):
@@ -138,7 +114,7 @@ class Experts(Block):
         ready = fits(hidden_states) and hidden_states.dim() == 2 and self.coat_ready()
         if not (ready and _is_plain(first) and _is_plain(second)):
             return plain(self, hidden_states, top_k_index, top_k_weights)
-        biases = (getattr(self, name) for name in kind.biases or ())
+        biases = (getattr(self, name) for name in kind.biases)
         return flow.routed_mlp(
             hidden_states,
             top_k_index,

@@ -20,6 +20,7 @@ from torch import nn
 
 from .. import flow
 from ..flow.function import once_per_tensor
+from ..patching.reasons import module_of
 from .modules import (
     CACHES,
     ONE,
@@ -140,7 +141,7 @@ class DecoderLayer(Block):
         if report is not None and isinstance(first, torch.Tensor) and first.requires_grad:
             why = _NO_TRAINING if not self.training else _WITH_CACHE
             if why not in report.notes and not torch.compiler.is_compiling():
-                first.register_hook(functools.partial(_warn, report, why))
+                first.register_hook(lambda _: report.warn(why))
         return out
 
 
@@ -163,10 +164,6 @@ _WITH_CACHE = (
     "gradients reach a call with a cache of keys and values: in such calls layers run "
     "the model's own code in BF16"
 )
-
-
-def _warn(report: Any, text: str, _: torch.Tensor) -> None:
-    report.warn(text)
 
 
 class AttentionKind(NamedTuple):
@@ -216,12 +213,9 @@ class FusedAttention(Fused):
         **kwargs: Any,
     ) -> Any:
         x = hidden_states
-        # With a norm, the layer has looked.
-        if coat_norm is None and not (fits(x) and self.coat_ready()):
+        # With a norm, the layer has looked. Layers that are known pass the rest by keyword.
+        if args or coat_norm is None and not (fits(x) and self.coat_ready()):
             return plain(self, x, *args, **kwargs)
-        if args:
-            names = list(inspect.signature(plain).parameters)[2:]
-            kwargs |= dict(zip(names, args, strict=False))
         *linears, last = self.coat.linears
         adapters, last_adapters = self.coat_adapters()
         kind, settings = self.coat.kind, self.coat.settings
@@ -264,8 +258,12 @@ class FusedAttention(Fused):
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
         attend = _interface(self.config._attn_implementation, kind.eager)
         documents = None
-        if settings.attention == "fp8" and not _replaced(attend):
-            documents = _compressed(self, q, k, mask, kwargs)
+        if settings.attention == "fp8":
+            # Another library may compute attention under this name: over ranks, as DeepSpeed's
+            # Ulysses, or its own.
+            package, _, _ = module_of(attend).partition(".")
+            if package in ("transformers", "coat_dist"):
+                documents = _compressed(self, q, k, mask, kwargs)
         weights, o8 = None, None
         if documents is not None:
             q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))
@@ -328,14 +326,6 @@ def _documents_in(positions: torch.Tensor) -> flow.Documents | None:
     begins = (row == row.min()).index_fill(0, row.new_zeros(1), True)
     starts = F.pad(begins.nonzero().flatten(), (0, 1), value=len(row)).int()
     return flow.Documents(starts, int(starts.diff().max())) if len(starts) > 2 else None
-
-
-def _replaced(attend: Any) -> bool:
-    """Whether another library computes attention under this name: over ranks, as DeepSpeed's
-    Ulysses, or its own.
-    """
-    module = getattr(attend, "func", attend).__module__  # kernels of the hub are partial functions
-    return module.partition(".")[0] not in ("transformers", "coat_dist")
 
 
 def _interface(name: str, eager: Callable[..., Any]) -> Callable[..., Any]:

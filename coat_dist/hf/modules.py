@@ -26,6 +26,8 @@ from torch import nn
 from .. import flow
 from ..config import ActivationConfig
 from ..flow.core.frozen import FrozenWeight, replace
+from ..flow.function import leave_out
+from ..flow.function import outside_of_graphs as opaque
 from ..patching.classes import Patched
 from ..patching.reasons import PLAIN, has_plain_weight, named_class, original_class, own_code
 from ..patching.report import PatchReport
@@ -99,31 +101,12 @@ CACHES = "cache", "past_key_values", "past_key_value", "cache_params"
 """Names of that argument, by transformers' version."""
 
 
-_frames = torch._C._dynamo.eval_frame
-
-
-def _leave_out(function: Any, callees: bool) -> None:
-    """Let torch.compile run calls of a function as they are where it does not inline them. Unlike
-    ``torch.compiler.disable`` this costs a call nothing, and imports no compiler.
-    """
-    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
-    strategy = _frames._FrameExecStrategy(skip, skip if callees else default)
-    _frames.set_code_exec_strategy(function.__code__, strategy)
-
-
 def inlined(function: _Function) -> _Function:
     """``function``, which torch.compile traces as a part of its caller only: after a graph break in
     it, what it calls is compiled. Else all modules would share the graphs of one code object, of
     which the compiler keeps eight.
     """
-    _leave_out(function, callees=False)
-    return function
-
-
-def opaque(function: _Function) -> _Function:
-    """``function``, which torch.compile does not trace, nor what it calls: a graph break."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _leave_out(function, callees=True)
+    leave_out(function, callees=False)
     return function
 
 
@@ -163,7 +146,9 @@ def why_parts_act(module: nn.Module, part: Part) -> str | None:
 
 
 class ModePatched(Patched):
-    """Base of mixins that compute in the flow in training mode alone."""
+    """Base of mixins that compute in the flow in training mode alone: by ``coat_forward``, which
+    each of them has; ``plain`` is the ``forward`` of the original class.
+    """
 
     coat: Part
     coat_plain: Callable[..., Any]
@@ -197,10 +182,6 @@ class ModePatched(Patched):
     def coat_runs(self: Any) -> bool:
         """Whether a call of the module would run the flow."""
         return runs_flow(self)
-
-    def coat_forward(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``forward`` in training mode; ``plain`` is that of the original class."""
-        raise NotImplementedError
 
     @inlined
     def coat_own_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

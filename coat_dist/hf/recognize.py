@@ -17,19 +17,20 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ..ops import ACTIVATIONS as FLOWS
+from ..ops import ACTIVATIONS, activation_apply
 from ..patching.reasons import original_class, own_forward
 
 __all__ = [
-    "ACTIVATIONS",
     "Attention",
     "LayerNorms",
     "MLPKind",
+    "activation_of",
     "attention_kind",
     "fingerprint",
-    "flow_activations",
     "is_causal_lm",
     "layer_norms",
     "mlp_kind",
@@ -161,15 +162,6 @@ ROTATIONS = {
 """``apply_rotary_pos_emb`` of the first channels of a head or all of them, in the dtype of the
 heads: of pairs (i, i + rot / 2), or (2 i, 2 i + 1). Since transformers 5.24 and 4.56.
 """
-ACTIVATIONS = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_new": "geglu_tanh",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "quick_gelu": "quick_geglu",
-}
-"""``hidden_act`` of a gated MLP in a configuration, and the flow's activation."""
 
 
 @functools.cache
@@ -257,21 +249,36 @@ def mlp_kind(module: Any) -> MLPKind | None:
     if found is None:
         return None
     first, last, gated = found
-    act = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    return MLPKind(first, last, flow_activations(gated).get(type(act)))
+    act = module._modules.get("act_fn") or module._modules.get("activation_fn")
+    function = getattr(type(act), "forward", None)  # without hooks
+
+    def activate(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1) if gated else (x, 1.0)
+        return function(act, gate) * up  # type: ignore[misc]
+
+    return MLPKind(first, last, activation_of(activate))
 
 
-@functools.cache
-def flow_activations(gated: bool) -> dict[type, str]:
-    """The flow's activations by their classes in transformers."""
-    from transformers.activations import ACT2FN
-
-    found = {} if gated else {type(ACT2FN["relu2"]): "squared_relu"}
-    for name, activation in ACTIVATIONS.items():
-        of_flow = activation if gated else FLOWS[activation].function
-        if of_flow in FLOWS:
-            found[type(ACT2FN[name])] = of_flow
-    return found
+@torch.enable_grad()
+@unset_fake_temporarily()
+def activation_of(function: Any) -> str | None:
+    """The flow's name of a function of what a first product gives; None of one that the flow does
+    not have. It is called with random numbers, also where a model is planned on fake tensors.
+    """
+    seed = torch.Generator("cpu").manual_seed(0)
+    x = torch.rand(2, 512, generator=seed, device="cpu", dtype=torch.float32) * 2 - 1
+    x = 1000 * x**5  # many small numbers, and some beyond any limit
+    try:
+        found = function(x).float()
+    except Exception:  # a function of other arguments, or with parameters on a GPU
+        return None
+    if found.requires_grad:  # parameters of the function are trained, which the flow would not do
+        return None
+    for name in ACTIVATIONS:
+        wanted = activation_apply(x, name)
+        if found.shape == wanted.shape and torch.allclose(found, wanted, 1e-4, 1e-5):
+            return name
+    return None
 
 
 def norm_kind(module: nn.Module) -> str | None:

@@ -22,10 +22,6 @@ from ..reference import (
 )
 from ..reference.activation import (
     ACTIVATIONS,
-    Activation,
-    ActivationForward,
-    ActivationGradients,
-    ActivationRows,
     activation_apply,
     check_activation,
 )
@@ -33,18 +29,16 @@ from ..reference.adamw import AdamWStep, AdamWTensors, FP32Tensors
 from ..reference.adamw_batch import Batch
 from ..reference.cross_entropy import LogitStats, merge, pow2
 from ..reference.gemm import code_products, exact_mm, scale_and_round
-from ..reference.grouped import BLOCK, ExpertRows, expert_rows
+from ..reference.grouped import ExpertRows, expert_rows
 from ..reference.master import join, split
 from ..reference.moments import (
-    FIRST_MOMENT_FORMATS,
-    SECOND_MOMENT_FORMATS,
     Moment,
     MomentCodec,
     decode,
     encode,
 )
-from ..reference.norm import NormForward, NormRows, NormStats, norm_apply
-from ..reference.quantize import SMALLEST_SCALE, power_of_two, requantize_rows
+from ..reference.norm import NormStats, norm_apply
+from ..reference.quantize import SMALLEST_SCALE, requantize_rows
 from ..reference.rope import HeadNorms, Heads, RopeTable, rope_table
 from .dispatch import operation
 
@@ -59,7 +53,7 @@ quantize_rows = operation(quantize.quantize_rows)  # FP8 codes with a scale per 
 quantize_groups = operation(quantize.quantize_groups)  # FP8 codes with a scale per group
 dequantize = operation(quantize.dequantize)  # codes -> values
 transpose = operation(quantize.transpose)  # per-tensor codes, transposed
-# without a kernel: power_of_two and requantize_rows, for scales that ranks share
+# without a kernel: requantize_rows, for scales that ranks share
 
 # Matrix products
 # ----------------------------------------

@@ -40,7 +40,12 @@ def operation(definition: Callable[_P, _R]) -> Callable[_P, _R]:
     ``param`` on one device. The kernel is the function of the same name, with the same arguments,
     in the module of the same name under ``kernels``.
     """
-    kernel = _kernel_of(definition)
+    module = f"coat_dist.kernels.{definition.__module__.rpartition('.')[2]}"
+
+    @functools.cache
+    def kernel() -> Callable[..., Any]:
+        # When it is first needed: its module needs triton, which a machine without a GPU may lack.
+        return getattr(importlib.import_module(module), definition.__name__)
 
     @functools.wraps(definition)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,11 +55,3 @@ def operation(definition: Callable[_P, _R]) -> Callable[_P, _R]:
         return (kernel() if use_kernels(tensor) else definition)(first, *args, **kwargs)
 
     return cast(Callable[_P, _R], call)
-
-
-def _kernel_of(definition: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """Finds the kernel when it is first needed: its module needs triton, which a machine without
-    a GPU may lack.
-    """
-    module = f"coat_dist.kernels.{definition.__module__.rpartition('.')[2]}"
-    return functools.cache(lambda: getattr(importlib.import_module(module), definition.__name__))

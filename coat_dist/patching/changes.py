@@ -5,8 +5,6 @@ before.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,9 +13,10 @@ from ..config import CoatConfigError
 from ..flow.core.frozen import FrozenWeight, replace
 from .reasons import drop_own_forward
 
-__all__ = ["Changes", "all_or_none", "unpatch_model"]
+__all__ = ["RECORD", "Changes", "unpatch_model"]
 
-_RECORD = "coat_changes"
+RECORD = "coat_changes"
+"""The attribute of a model that keeps its record."""
 
 
 class _Absent:
@@ -53,21 +52,6 @@ class Changes:
             else:
                 setattr(module, name, before)
 
-    def keep_on(self, model: nn.Module) -> None:
-        """Let :func:`unpatch_model` find this record on ``model``."""
-        self.set(model, _RECORD, self)
-
-
-@contextmanager
-def all_or_none() -> Iterator[Changes]:
-    """Changes to modules, undone where the body raises."""
-    changes = Changes()
-    try:
-        yield changes
-    except BaseException:
-        changes.undo()
-        raise
-
 
 def unpatch_model(model: nn.Module) -> None:
     """Undo ``patch_model`` on the model that it was given: every class is what it was, and outputs
@@ -78,7 +62,7 @@ def unpatch_model(model: nn.Module) -> None:
     Raises:
         CoatConfigError: the model is not patched.
     """
-    made = [vars(m)[_RECORD] for m in model.modules() if _RECORD in vars(m)]
+    made = [vars(m)[RECORD] for m in model.modules() if RECORD in vars(m)]
     if not made:
         raise CoatConfigError(
             "model: got one that is not patched, accepted: what patch_model has patched"

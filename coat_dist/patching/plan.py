@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..config import ActivationConfig
-from .changes import all_or_none
+from .changes import RECORD, Changes
 from .classes import Patched, swapped
 from .report import PatchReport
 
@@ -60,11 +60,6 @@ class Entry(Planned):
         """For the report of a block that runs the flow: passes that stay as they were, and why."""
         self.notes: list[str] = []
         """For the report of a block that runs the flow."""
-
-    def refuse(self, why: str) -> None:
-        """Leave the block as it is, for a reason."""
-        self.why = why
-        self.changes.clear()
 
 
 Recognizer = Callable[[Entry], bool]
@@ -120,7 +115,8 @@ class Plan(Planned):
     def apply(self, *models: nn.Module) -> None:
         """Make all changes or none; ``models`` keep the report and the record that undoes them."""
         done: set[tuple[int, str]] = set()
-        with all_or_none() as changes:
+        changes = Changes()
+        try:
             for planned in (*self.entries, self):
                 for module, name, value in planned.changes:
                     if (id(module), name) not in done:
@@ -129,7 +125,10 @@ class Plan(Planned):
             self.report.fp8_share = self._share()
             for model in models:
                 changes.set(model, "coat_patch_report", self.report)
-                changes.keep_on(model)
+                changes.set(model, RECORD, changes)
+        except BaseException:
+            changes.undo()
+            raise
 
     def _share(self) -> float:
         """``fp8_share`` of the report, once the classes are changed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -66,7 +65,7 @@ class PatchReport:
     def warn(self, text: str) -> None:
         """Add to the notes, and warn, once."""
         if text not in self.notes:
-            self.notes.append(text)
+            self.note(text)
             warnings.warn(f"coat_dist: {text}", stacklevel=2)
 
     def settle(self, block: str, why: str | None) -> None:
@@ -85,11 +84,10 @@ class PatchReport:
         self.unfused[block] = why
 
     @staticmethod
-    def summary(reports: Iterable[PatchReport]) -> str:
+    def summary(reports: list[PatchReport]) -> str:
         """One line: how many blocks run the flow, and how many of a kind stay BF16 for which
         reasons.
         """
-        reports = list(reports)
         left = Counter(
             f"{name.rpartition('.')[2]}, {why}" for r in reports for name, why in r.left.items()
         )
@@ -123,8 +121,9 @@ def is_patched(model: nn.Module) -> bool:
     """Whether ``model`` is patched: it has a report, be it of nothing, or is a part of what has
     one.
     """
-    return bool(reports_of(model)) or any(
-        getattr(type(m), "coat_patched", False) for m in model.modules()
+    return any(
+        "coat_patch_report" in vars(m) or getattr(type(m), "coat_patched", False)
+        for m in model.modules()
     )
 
 
@@ -142,29 +141,28 @@ def check_settings(model: nn.Module, block: ActivationConfig) -> None:
     than ``block``.
     """
     for report in reports_of(model):
-        if report.settings != block:
-            pairs = [(key, getattr(report.settings, key), asked) for key, asked in block]
-            changed = [
-                f"{key} {had!r} where the block says {asked!r}"
-                for key, had, asked in pairs
-                if had != asked
-            ]
+        changed = []
+        for key, asked in block:
+            had = getattr(report.settings, key)
+            if had != asked:
+                changed.append(f"{key} {had!r} where the block says {asked!r}")
+        if changed:
             raise CoatConfigError(
                 f"coat.activation: got a model that is patched already with {', '.join(changed)}; "
-                "accepted: the same "
-                "settings, or an unpatched model"
+                "accepted: the same settings, or an unpatched model"
             )
 
 
 def condensed(names: list[str]) -> list[str]:
-    """``a.0.b, a.1.b, a.2.b`` → ``a.[0-2].b``."""
+    """``a.0.b, a.1.b, a.2.b`` → ``a.[0-2].b``; names without a number come first."""
+    lines = []
     groups: dict[tuple[str, str], list[int]] = {}
     for name in names:
         match = re.fullmatch(r"(.*?\.)(\d+)(\..*)", name)
-        groups.setdefault((match[1], match[3]) if match else (name, ""), []).append(
-            int(match[2]) if match else -1
-        )
-    lines = []
+        if match:
+            groups.setdefault((match[1], match[3]), []).append(int(match[2]))
+        else:
+            lines.append(name)
     for (before, after), numbers in groups.items():
         runs: list[list[int]] = []
         for n in sorted(numbers):
@@ -173,5 +171,5 @@ def condensed(names: list[str]) -> list[str]:
             else:
                 runs.append([n, n])
         span = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-        lines.append(before if numbers == [-1] else f"{before}[{span}]{after}")
+        lines.append(f"{before}[{span}]{after}")
     return lines

@@ -358,12 +358,7 @@ def _parts(
     pre: torch.Tensor | QuantizedTensor, activation: str, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """fp32 ``[..., f]`` each: gate and up, or the one tensor of an activation without a gate."""
-    if isinstance(pre, QuantizedTensor):
-        if bias is not None:
-            raise ValueError(
-                "bias: got a tensor with a quantized pre-activation, accepted: None (it holds the "
-                "bias)"
-            )
+    if isinstance(pre, QuantizedTensor):  # holds the bias
         return dequantize(pre).unbind(-2)
     values = pre.float() if bias is None else pre.float() + bias.float()
     act = ACTIVATIONS[activation]

@@ -35,7 +35,6 @@ __all__ = [
     "adamw_fp32_steps",
     "adamw_step",
     "adamw_steps",
-    "counted",
 ]
 
 _CHUNK = 1 << 20
@@ -87,15 +86,26 @@ def power(base: float, exponent: int) -> float:
 
 
 class AdamWTensors(NamedTuple):
-    """What one parameter brings to :func:`adamw_steps`; see :func:`adamw_step`."""
+    """What one parameter of n elements brings to :func:`adamw_steps`; all tensors are
+    contiguous.
+    """
 
     param: torch.Tensor
+    """fp32, bfloat16 or float16. Its new value is rounded to nearest."""
     grad: torch.Tensor
+    """fp32, bfloat16 or float16; not changed."""
     first_moment: Moment
     second_moment: Moment
     seed: int | None = None
+    """uint32: codes of the moments that ``AdamWStep.stochastic`` names are rounded stochastically
+    by :func:`~coat_dist.reference.dither.dither`; all are rounded to nearest without.
+    """
     low: torch.Tensor | None = None
+    """int16; with a bfloat16 ``param`` it holds the master weight that is updated, and ``param`` is
+    its upper half, rounded as ``reference/master.py`` says.
+    """
     copy: torch.Tensor | None = None
+    """bfloat16 or float16; receives the new parameter, rounded from fp32 to nearest even."""
     step_count: torch.Tensor | None = None
     """fp32 scalar on the parameter's device: the step, in place of that of :class:`AdamWStep`."""
     base_row: int = 0
@@ -117,51 +127,29 @@ class FP32Tensors(NamedTuple):
 
 
 def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    m: Moment,
-    v: Moment,
-    codec_m: MomentCodec,
-    codec_v: MomentCodec,
-    numbers: AdamWStep,
-    seed: int | None = None,
-    low: torch.Tensor | None = None,
-    copy: torch.Tensor | None = None,
-    base_row: int = 0,
+    one: AdamWTensors, codec_m: MomentCodec, codec_v: MomentCodec, numbers: AdamWStep
 ) -> None:
-    """Update ``param``, ``m`` and ``v``, and where given ``low`` and ``copy``, in place.
-
-    Args:
-        param: n elements, contiguous; fp32, bfloat16 or float16. Its new value is rounded to
-            nearest.
-        grad: n elements, contiguous; fp32, bfloat16 or float16, not changed.
-        m, v: moments of n elements; both codecs have the same group size.
-        seed: uint32 of the parameter; codes of the moments that ``numbers.stochastic`` names are
-            rounded stochastically by :func:`~coat_dist.reference.dither.dither`, and all are
-            rounded to nearest without.
-        low: int16, n elements, contiguous; with a bfloat16 ``param`` it holds the master weight
-            that is updated, and ``param`` is its upper half, rounded as ``reference/master.py``
-            says.
-        copy: n elements, contiguous; bfloat16 or float16; receives the new parameter, rounded from
-            fp32 to nearest even.
-        base_row: as in :class:`AdamWTensors`.
+    """Update parameter and moments, and where given ``low`` and ``copy``, in place. Both codecs
+    have the same group size.
     """
     size = codec_m.group_size
-    param, grad = param.view(-1), grad.view(-1)
-    low, copy = (None if t is None else t.view(-1) for t in (low, copy))
+    param, grad = one.param.view(-1), one.grad.view(-1)
+    low, copy = (None if t is None else t.view(-1) for t in (one.low, one.copy))
     for first in range(0, param.numel(), _CHUNK):
         last = min(first + _CHUNK, param.numel())
         rows = slice(first // size, codec_m.groups(last))
-        old_m, old_v = (Moment(*(t[rows] for t in moment)) for moment in (m, v))
+        old_m, old_v = (
+            Moment(*(t[rows] for t in moment)) for moment in (one.first_moment, one.second_moment)
+        )
         new_v = decode(old_v, codec_v, last - first)
         new_m = decode(old_m, codec_m, last - first, new_v if codec_m.over_root else None)
         low_, copy_ = (None if t is None else t[first:last] for t in (low, copy))
-        adamw_fp32_step(param[first:last], grad[first:last], new_m, new_v, numbers, low_, copy_)
+        part = FP32Tensors(param[first:last], grad[first:last], new_m, new_v, low_, copy_)
+        adamw_fp32_step(part, numbers)
         noise: tuple = (None, None)
-        if seed is not None:
-            noise = dither(
-                seed, numbers.step, first + base_row * size, last - first, size, param.device
-            )
+        if one.seed is not None:
+            begin = first + one.base_row * size
+            noise = dither(one.seed, numbers.step, begin, last - first, size, param.device)
         noise_m, noise_v = (
             u if wanted else None for u, wanted in zip(noise, numbers.stochastic, strict=True)
         )
@@ -169,25 +157,18 @@ def adamw_step(
         old_v.copy_(encode(new_v, codec_v, noise_v, before=old_v if codec_v.keep_grid else None))
 
 
-def adamw_fp32_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    numbers: AdamWStep,
-    low: torch.Tensor | None = None,
-    copy: torch.Tensor | None = None,
-) -> None:
-    """Update ``param`` (fp32, bfloat16 or float16) and the fp32 moments ``m`` and ``v`` of the same
-    shape in place.
+def adamw_fp32_step(one: FP32Tensors, numbers: AdamWStep) -> None:
+    """Update a parameter (fp32, bfloat16 or float16) and its fp32 moments of the same shape in
+    place.
 
-    ``low`` and ``copy`` are as in :func:`adamw_step`, in the order of the parameter's elements by
-    index. The others may have any strides: the bits are those of contiguous tensors, as torch may
-    round the last bit of other ones otherwise.
+    ``low`` and ``copy`` are in the order of the parameter's elements by index. The others may have
+    any strides: the bits are those of contiguous tensors, as torch may round the last bit of other
+    ones otherwise.
     """
-    given = param, m, v
+    low, copy = one.low, one.copy
+    given = one.param, one.first_moment, one.second_moment
     param, m, v = (t.contiguous() for t in given)
-    g = grad.contiguous().float()
+    g = one.grad.contiguous().float()
     if numbers.grad_factor is not None:
         g = g * numbers.grad_factor
     if numbers.maximize:
@@ -217,9 +198,7 @@ def adamw_steps(
     host.
     """
     for one in tensors:
-        adamw_step(
-            *one[:4], codec_m, codec_v, counted(numbers, one.step_count), *one[4:-2], one.base_row
-        )
+        adamw_step(one, codec_m, codec_v, _counted(numbers, one.step_count))
 
 
 def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None:
@@ -227,9 +206,9 @@ def adamw_fp32_steps(tensors: Sequence[FP32Tensors], numbers: AdamWStep) -> None
     the host.
     """
     for one in tensors:
-        adamw_fp32_step(*one[:4], counted(numbers, one.step_count), *one[4:-1])
+        adamw_fp32_step(one, _counted(numbers, one.step_count))
 
 
-def counted(numbers: AdamWStep, count: torch.Tensor | None) -> AdamWStep:
+def _counted(numbers: AdamWStep, count: torch.Tensor | None) -> AdamWStep:
     """The numbers of the step that ``count`` says; None: as they are."""
     return numbers if count is None else replace(numbers, step=int(count))

@@ -37,18 +37,13 @@ def exact_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     ``[m, n]``.
     """
     (m, k), n = a.shape, b.shape[0]
-    if max(m, n) * k <= _CHUNK:
-        return a.double() @ b.double().t()
     out = a.new_empty(m, n, dtype=torch.float64)
     step = max(1, _CHUNK // max(k, 1))
     for row in range(0, m, step):
         rows = a[row : row + step].double()
         for column in range(0, n, step):
-            torch.mm(
-                rows,
-                b[column : column + step].double().t(),
-                out=out[row : row + step, column : column + step],
-            )
+            columns = b[column : column + step].double()
+            out[row : row + step, column : column + step] = rows @ columns.t()
     return out
 
 

@@ -4,11 +4,18 @@
 filling. A format says how 8-bit codes are spaced between the group's smallest and largest
 magnitude:
 
-* ``exponents``: the group's ``k``;
-* ``spaced``: where a magnitude lies among the codes, before it is rounded;
-* ``codes``: the rounding, and the byte that is stored;
-* ``read``: the inverse of these three.
+* ``exponents``: the group's ``k``, fp32, whole numbers from 1 to 255. ``spread`` is log2 of the
+  largest over the smallest non-zero magnitude; -inf for zeros, NaN if not finite. ``k_numerator``
+  is ``unit * log2_range``, which benchmarks vary;
+* ``spaced``: where magnitudes with ``log_ratio = log2(|x| / a)`` lie among the codes, before they
+  are rounded;
+* ``codes``: the rounding of these positions ``y``, and the bytes that are stored, uint8. The
+  elements ``x`` give the signs. ``noise``, uniform in [0, 1), rounds stochastically; None rounds to
+  nearest, ties to even. With ``keep_nonzero`` no magnitude from TINY up becomes code zero;
+* ``read``: the inverse of these three. Of stored codes, a number of their sign that is zero where
+  they mean zero, and log2 of their magnitude over a (-inf where they mean zero).
 
+Tensors of a group's elements are fp32 [groups, group_size], those of a group [groups].
 ``kernels/moment_formats.py`` has the same four for each format under the same names. The names that
 users give are listed in ``coat_dist/formats.py``.
 """
@@ -16,7 +23,6 @@ users give are listed in ``coat_dist/formats.py``.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 
 import torch
 
@@ -31,7 +37,6 @@ __all__ = [
     "Int8Moments",
     "Log8Moments",
     "MomentFormat",
-    "lowest_exponent",
 ]
 
 TINY = 2.0**-126
@@ -42,10 +47,8 @@ LOG8_SPAN = 253.75
 """Code steps that a group's spread takes at most."""
 
 
-class MomentFormat(ABC):
-    """How codes are spaced. Tensors of a group's elements are fp32 [groups, group_size], those
-    of a group [groups].
-    """
+class _Format:
+    """How codes are spaced."""
 
     name: str
     """As users give it."""
@@ -64,53 +67,15 @@ class MomentFormat(ABC):
     k_of_zeros: int = 255
     """k of a group of zeros, with expansion."""
 
-    @abstractmethod
-    def exponents(self, spread: torch.Tensor, k_numerator: float) -> torch.Tensor:
-        """k of each group, fp32, whole numbers from 1 to 255.
 
-        Args:
-            spread: log2 of the largest over the smallest non-zero magnitude; -inf for zeros, NaN if
-                not finite.
-            k_numerator: ``unit * log2_range``, which benchmarks vary.
-        """
-
-    @abstractmethod
-    def spaced(self, log_ratio: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Position among the codes of magnitudes with ``log_ratio = log2(|x| / a)``, before
-        rounding.
-        """
-
-    @abstractmethod
-    def codes(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        k: torch.Tensor,
-        noise: torch.Tensor | None,
-        keep_nonzero: bool,
-    ) -> torch.Tensor:
-        """The bytes that are stored, uint8.
-
-        Args:
-            y: from :meth:`spaced`.
-            x: the elements, for their signs.
-            noise: uniform in [0, 1), for stochastic rounding; None rounds to nearest, ties to even.
-            keep_nonzero: no magnitude from TINY up becomes code zero.
-        """
-
-    @abstractmethod
-    def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of stored codes, a number of their sign that is zero where they mean zero, and log2 of
-        their magnitude over a (-inf where they mean zero).
-        """
-
-
-class _PowerFormat(MomentFormat):
+class _PowerFormat(_Format):
     """Codes of ``max * (|x| / a) ** (k / unit)``: dynamic range expansion (COAT, arXiv
     2410.19313, section 4).
     """
 
     log2_range: float
+    dtype: torch.dtype
+    """Of codes."""
 
     def exponents(self, spread: torch.Tensor, k_numerator: float) -> torch.Tensor:
         return torch.where(spread > 0, torch.floor(k_numerator / spread), 255.0).clamp(1.0, 255.0)
@@ -118,7 +83,8 @@ class _PowerFormat(MomentFormat):
     def spaced(self, log_ratio: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return self.max * torch.exp2((log_ratio * (k / self.unit)[:, None]).clamp(max=0.0))
 
-    def _read(self, code: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        code = q.view(self.dtype).float()
         return code, torch.log2(code.abs() / self.max) * (self.unit / k[:, None])
 
 
@@ -128,7 +94,7 @@ class FP8Moments(_PowerFormat):
     unit = 16.0
 
     def __init__(self, fp8: FP8Format) -> None:
-        self.fp8, self.name, self.max = fp8, fp8.name, fp8.max
+        self.fp8, self.name, self.max, self.dtype = fp8, fp8.name, fp8.max, fp8.dtype
         self.log2_range = math.log2(fp8.max**2 / 2.0)
 
     def codes(
@@ -140,13 +106,10 @@ class FP8Moments(_PowerFormat):
         keep_nonzero: bool,
     ) -> torch.Tensor:
         y = y if noise is None else _round_stochastically(y, self.fp8, noise)
-        q = y.to(self.fp8.dtype).view(torch.uint8)
+        q = y.to(self.dtype).view(torch.uint8)
         if keep_nonzero:
             q = torch.where((q == 0) & (x.abs() >= TINY), 1, q)
         return q | (x.signbit().to(torch.uint8) << 7)
-
-    def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read(q.view(self.fp8.dtype).float(), k)
 
 
 class Int8Moments(_PowerFormat):
@@ -154,7 +117,7 @@ class Int8Moments(_PowerFormat):
     large values.
     """
 
-    name, max, unit, log2_range = "int8", 127.0, 64.0, 5.0
+    name, max, unit, log2_range, dtype = "int8", 127.0, 64.0, 5.0, torch.int8
 
     def codes(
         self,
@@ -165,13 +128,10 @@ class Int8Moments(_PowerFormat):
         keep_nonzero: bool,
     ) -> torch.Tensor:
         rounded = torch.copysign(torch.round(y) if noise is None else torch.floor(y + noise), x)
-        return rounded.nan_to_num(0.0).to(torch.int8).view(torch.uint8)
-
-    def read(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._read(q.view(torch.int8).float(), k)
+        return rounded.nan_to_num(0.0).to(self.dtype).view(torch.uint8)
 
 
-class Log8Moments(MomentFormat):
+class Log8Moments(_Format):
     """255 magnitudes, equally spaced in their logarithm; no sign. k is the spacing, in 1/250
     octaves.
     """
@@ -202,23 +162,19 @@ class Log8Moments(MomentFormat):
         return code, torch.where(code > 0, (code - 255.0) * (k[:, None] / LOG8_UNIT), -torch.inf)
 
 
+MomentFormat = FP8Moments | Int8Moments | Log8Moments
 MOMENT_FORMATS: dict[str, MomentFormat] = {
     f.name: f for f in (FP8Moments(E4M3), FP8Moments(E5M2), Int8Moments(), Log8Moments())
 }
-
-
-def lowest_exponent(fp8: FP8Format) -> int:
-    """Biased fp32 exponent of the format's smallest normal value: below it, values are equally
-    spaced.
-    """
-    return 127 + round(math.log2(fp8.smallest)) + fp8.mantissa_bits
 
 
 def _round_stochastically(y: torch.Tensor, fp8: FP8Format, noise: torch.Tensor) -> torch.Tensor:
     """One of the two neighbours of 0 <= y <= F in the format: the upper with the probability
     that keeps the mean.
     """
-    exponent = (y.view(torch.int32) >> 23).clamp(min=lowest_exponent(fp8))
+    # Of the format's smallest normal value: below it, values are equally spaced.
+    lowest = 127 + round(math.log2(fp8.smallest)) + fp8.mantissa_bits
+    exponent = (y.view(torch.int32) >> 23).clamp(min=lowest)
     step = ((exponent - fp8.mantissa_bits) << 23).view(torch.float32)
     return torch.where(y.isfinite(), torch.floor(y / step + noise) * step, y)
 

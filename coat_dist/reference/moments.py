@@ -89,22 +89,12 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from ..formats import ALWAYS_EXPANDED, FirstMomentFormat, FP8Format, SecondMomentFormat
-from .moment_formats import (
-    LOG8_SPAN,
-    LOG8_UNIT,
-    MOMENT_FORMATS,
-    TINY,
-    FP8Moments,
-    MomentFormat,
-    lowest_exponent,
-)
+from ..formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
+from .moment_formats import MOMENT_FORMATS, TINY, MomentFormat
 
 __all__ = [
     "FIRST_MOMENT_FORMATS",
     "K_SLACK",
-    "LOG8_SPAN",
-    "LOG8_UNIT",
     "RATIO_SPAN",
     "SECOND_MOMENT_FORMATS",
     "TINY",
@@ -113,7 +103,6 @@ __all__ = [
     "decode",
     "divisor",
     "encode",
-    "lowest_exponent",
 ]
 
 FIRST_MOMENT_FORMATS = get_args(FirstMomentFormat)
@@ -189,17 +178,6 @@ class MomentCodec:
         return MOMENT_FORMATS[self.format]
 
     @property
-    def fp8(self) -> FP8Format:
-        """The FP8 format; of "e4m3" and "e5m2" only."""
-        assert isinstance(self.kind, FP8Moments)
-        return self.kind.fp8
-
-    @property
-    def max(self) -> float:
-        """What the group's amax is encoded as: F, 127 or 255."""
-        return self.kind.max
-
-    @property
     def unit(self) -> float:
         """k of a power of one; with "log8", of steps of one octave."""
         return self.kind.unit
@@ -258,7 +236,7 @@ def encode(
     magnitude = x.abs()
     magnitude = torch.where(magnitude < TINY, 0.0, magnitude)
     top = magnitude.amax(1)
-    a = _round_up_to_bf16(top) if before is None else _kept_or_higher(top, before.a.float())
+    a = _upper_bound(top, None if before is None else before.a)
     smallest = torch.where(magnitude > 0, magnitude, torch.inf).amin(1)
     log_a = torch.log2(torch.where(a == 0, 1.0, a))
     spread = log_a - torch.log2(smallest)  # -inf for a group of zeros, NaN for a non-finite one
@@ -311,15 +289,17 @@ def _as_groups(x: torch.Tensor, groups: int, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, groups * size - x.numel())).view(groups, size)
 
 
-def _kept_or_higher(top: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """``before``, where it is an upper bound of ``top``, by half an octave at most; else a bound
-    with headroom.
+def _upper_bound(top: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """The smallest bf16 value not below ``top``, as fp32; NaN where that is not finite. With
+    ``before`` that one, where it is an upper bound by half an octave at most; else a bound with
+    headroom.
     """
     bits = _bf16_bits(top, 0)
-    kept = (before.view(torch.int32) >= bits) & (before.view(torch.int32) <= bits + _LOOSE)
-    higher = torch.where(top > 0, _bf16_bits(top, _HEADROOM), 0)
-    a = torch.where(kept, before.view(torch.int32), higher).view(torch.float32)
-    return torch.where(top.isfinite(), a, torch.nan)
+    if before is not None:
+        old = before.float().view(torch.int32)
+        higher = torch.where(top > 0, _bf16_bits(top, _HEADROOM), 0)
+        bits = torch.where((old >= bits) & (old <= bits + _LOOSE), old, higher)
+    return torch.where(top.isfinite(), bits.view(torch.float32), torch.nan)
 
 
 def _bf16_bits(x: torch.Tensor, more: int) -> torch.Tensor:
@@ -329,8 +309,3 @@ def _bf16_bits(x: torch.Tensor, more: int) -> torch.Tensor:
     return (
         (x.view(torch.int32).clamp(max=_BF16_MAX_BITS) + (more + 0xFFFF - _SAME)) & ~0xFFFF
     ).clamp(max=_BF16_MAX_BITS)
-
-
-def _round_up_to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """:func:`_bf16_bits` as fp32; NaN where x is not finite."""
-    return torch.where(x.isfinite(), _bf16_bits(x, 0).view(torch.float32), torch.nan)

@@ -71,11 +71,7 @@ class NormRows(NamedTuple):
 
 
 def norm_stats(x: torch.Tensor, kind: str, eps: float) -> NormStats:
-    """Statistics of the rows of x ``[..., h]``.
-
-    Raises:
-        ValueError: ``kind`` is neither "rmsnorm" nor "layernorm".
-    """
+    """Statistics of the rows of x ``[..., h]``; ``kind`` is "rmsnorm" or "layernorm"."""
     centered, mean = _centered(x, kind)
     return NormStats(_rstd(centered, eps), mean)
 
@@ -143,12 +139,7 @@ def norm_compress_rows(
     makes it, with scales that are powers of two; in ``out`` where that is given.
     """
     x8, stats, y = _compressed(x, kind, eps, weight, bias, saved or fmt, group_size, scale, exact)
-    y8 = quantize_rows(y, fmt, aligned=True)
-    if out is not None:
-        out.codes.copy_(y8.codes)
-        out.scales.copy_(y8.scales)
-        out.top = y8.top
-    return NormRows(x8, stats, y8 if out is None else out)
+    return NormRows(x8, stats, quantize_rows(y, fmt, True, out))
 
 
 def norm_quantize(
@@ -224,10 +215,8 @@ def _centered(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor | 
     x = x.float()
     if kind == "rmsnorm":
         return x, None
-    if kind == "layernorm":
-        mean = x.mean(-1, keepdim=True, dtype=torch.float64).float()
-        return x - mean, mean
-    raise ValueError(f"norm kind: got {kind!r}, accepted: 'rmsnorm', 'layernorm'")
+    mean = _row_mean(x)
+    return x - mean, mean
 
 
 def _normalized(x: torch.Tensor | QuantizedTensor, stats: NormStats) -> torch.Tensor:

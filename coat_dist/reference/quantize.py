@@ -59,9 +59,8 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 def amaxes(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     """:func:`amax` over ``dim``, which is removed."""
-    if x.numel() == 0:
-        shape = [] if dim is None else [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
-        return x.new_zeros(shape, dtype=torch.float32)
+    if x.numel() == 0:  # has no largest element
+        return x.float().sum(dim)
     magnitude = x.abs().amax() if dim is None else x.abs().amax(dim)
     return magnitude.float().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
@@ -127,18 +126,13 @@ def group_scales(amax: torch.Tensor, fmt: FP8Format, scale: str) -> torch.Tensor
     Args:
         scale: "e8m0": uint8, the biased exponent of the smallest power of two not below amax / F, 1
             at least, 255 where amax is not finite; "bf16": bfloat16, NaN where amax is not finite.
-
-    Raises:
-        ValueError: an unknown kind of scale.
     """
     if scale == "e8m0":
         carry, power = carry_and_power(fmt)
         exponent = (amax.float().view(torch.int32) + carry) >> 23
         return torch.where(amax.isfinite(), (exponent - power).clamp(min=1), 255).to(torch.uint8)
-    if scale == "bf16":
-        bits = (tensor_scale(amax, fmt).view(torch.int32) + 0xFFFF) & ~0xFFFF
-        return torch.where(amax.isfinite(), bits.view(torch.float32), torch.nan).to(torch.bfloat16)
-    raise ValueError(f"scale: got {scale!r}, accepted: 'e8m0', 'bf16'")
+    bits = (tensor_scale(amax, fmt).view(torch.int32) + 0xFFFF) & ~0xFFFF
+    return torch.where(amax.isfinite(), bits.view(torch.float32), torch.nan).to(torch.bfloat16)
 
 
 def carry_and_power(fmt: FP8Format) -> tuple[int, int]:
@@ -192,8 +186,8 @@ def quantize_rows(
     Args:
         x: ``[..., k]``, any floating dtype.
         aligned: make scales powers of two.
-        out: takes codes and scales, both contiguous; its ``top`` is raised to the largest of these
-            scales.
+        out: takes codes and scales, both contiguous; its ``top``, if it has one, is raised to the
+            largest of these scales.
 
     Returns:
         layout "row": codes ``[..., k]``, scales fp32 ``[..., 1]``, and the largest of these, unless
@@ -201,12 +195,15 @@ def quantize_rows(
     """
     q = requantize_rows(x, fmt, tensor_scale(amaxes(x, -1), fmt, aligned)[..., None])
     q.top = q.scales.amax() if q.scales.numel() else None
-    if out is not None:
-        assert out.top is not None
-        out.codes.copy_(q.codes), out.scales.copy_(q.scales)
-        out.top.copy_(torch.maximum(out.top, q.scales.amax()) if q.scales.numel() else out.top)
-        return out
-    return q
+    if out is None:
+        return q
+    out.codes.copy_(q.codes)
+    out.scales.copy_(q.scales)
+    if out.top is None:
+        out.top = q.top
+    elif q.top is not None:
+        out.top.copy_(torch.maximum(out.top, q.top))
+    return out
 
 
 def requantize_rows(x: torch.Tensor, fmt: FP8Format, scales: torch.Tensor) -> QuantizedTensor:

@@ -123,10 +123,6 @@ class RopeTable:
         """The two elements of every pair of ``x`` ``[..., rot]``, each ``[..., rot / 2]``."""
         return (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, -1)  # type: ignore[return-value]
 
-    def for_batch_first(self) -> RopeTable:
-        """The table seen as ``[1 or b, s, rot]``."""
-        return RopeTable(self.cos.transpose(0, 1), self.sin.transpose(0, 1), self.interleaved)
-
     def join(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`pair`."""
         return torch.stack((a, b), -1).flatten(-2) if self.interleaved else torch.cat((a, b), -1)
@@ -174,8 +170,6 @@ def split_rope(
         ValueError: a shape that does not fit.
     """
     heads.check(mixed.shape, table)
-    if table is not None and heads.batch_first:
-        table = table.for_batch_first()
     q, k, v = heads.split(mixed)
     outs = []
     for i, x in enumerate((q.flatten(2, -2), k)):
@@ -183,7 +177,7 @@ def split_rope(
         if norms is not None:
             stats = norm_stats(x, "rmsnorm", norms.eps[i])
             y = norm_apply(x, stats, norms.weights[i], None)
-        outs.append(_rotate(y, table).to(x.dtype))
+        outs.append(_rotate(y, table, heads).to(x.dtype))
     fresh = torch.contiguous_format
     q, k = (t.clone(memory_format=fresh) for t in outs)
     if norms is None:
@@ -210,10 +204,8 @@ def split_rope_backward(
         ``norms`` the gradient of their weights, fp32 ``[2, size]``, else None.
     """
     leading, grads, sums = dq.shape[:2], [], []
-    if table is not None and heads.batch_first:
-        table = table.for_batch_first()
     for i, dy in enumerate((dq, dk)):
-        dx = _rotate_back(dy.float(), table)
+        dx = _rotate(dy.float(), table, heads, back=True)
         if norms is not None and mixed is not None:
             x = heads.split(mixed)[i].reshape(dy.shape)
             stats = norm_stats(x, "rmsnorm", norms.eps[i])
@@ -233,18 +225,20 @@ def split_rope_backward(
     return dmixed, amax(dmixed), torch.stack(sums) if sums else None
 
 
-def _rotate(x: torch.Tensor, table: RopeTable | None) -> torch.Tensor:
-    return _turn(x, table, lambda a, b, ca, cb, sa, sb: (a * ca - b * sa, b * cb + a * sb))
-
-
-def _rotate_back(y: torch.Tensor, table: RopeTable | None) -> torch.Tensor:
-    return _turn(y, table, lambda a, b, ca, cb, sa, sb: (a * ca + b * sb, b * cb - a * sa))
-
-
-def _turn(x: torch.Tensor, table: RopeTable | None, formula) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor, table: RopeTable | None, heads: Heads, back: bool = False
+) -> torch.Tensor:
+    """The rotation; ``back``: its gradient, which is the rotation with the two sines exchanged and
+    negated.
+    """
     if table is None:
         return x
-    rot = table.cos.shape[-1]
-    angles = (part.unsqueeze(2) for t in (table.cos, table.sin) for part in table.pair(t))
-    turned = table.join(*formula(*table.pair(x[..., :rot]), *angles))
+    rot, angles = table.cos.shape[-1], torch.stack((table.cos, table.sin))
+    if heads.batch_first:
+        angles = angles.transpose(1, 2)
+    (cos_a, cos_b), (sin_a, sin_b) = (table.pair(t) for t in angles.unsqueeze(3))
+    if back:
+        sin_a, sin_b = -sin_b, -sin_a
+    a, b = table.pair(x[..., :rot])
+    turned = table.join(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
     return torch.cat((turned, x[..., rot:]), -1)

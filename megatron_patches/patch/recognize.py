@@ -390,7 +390,8 @@ def refuse_shared(plan: Plan, model: nn.Module) -> None:
         for module, attribute, _ in entry.changes:
             found = places[id(module)]
             if attribute == "__class__" and len(found) > 1:
-                entry.refuse(f"a {type(module).__name__} shared by {' and '.join(found)}")
+                entry.why = f"a {type(module).__name__} shared by {' and '.join(found)}"
+                entry.changes.clear()
                 break
 
 

@@ -29,17 +29,17 @@ class Sent:
         from coat_dist.flow.parallel import gathered
 
         self.plain = self.codes = 0
-        gather_into, allgather = gathered.gather_into, deepspeeds._dist_allgather_fn
+        all_gather, allgather = gathered.all_gather, deepspeeds._dist_allgather_fn
 
-        def count_codes(out, payload, group):
+        def count_codes(out, payload, **options):
             self.codes += payload.nbytes
-            return gather_into(out, payload, group)
+            return all_gather(out, payload, **options)
 
         def count_plain(given, out, group=None):
             self.plain += given.nbytes
             return allgather(given, out, group)
 
-        gathered.gather_into, deepspeeds._dist_allgather_fn = count_codes, count_plain
+        gathered.all_gather, deepspeeds._dist_allgather_fn = count_codes, count_plain
 
     def take(self):
         found = self.plain, self.codes

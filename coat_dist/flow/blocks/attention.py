@@ -55,7 +55,6 @@ def sdpa(
         ``[s, b, heads * d]``, an alias of what SDPA keeps for backward.
 
     Raises:
-        TypeError: ``documents`` that are no :class:`Documents`.
         ValueError: ``documents`` that do not fit the sequence.
     """
     values = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
@@ -98,7 +97,6 @@ def attention(
         hand it to :func:`~coat_dist.flow.linear` as ``compressed``, so that nobody keeps the first.
 
     Raises:
-        TypeError: ``documents`` as in :func:`sdpa`.
         ValueError: a shape or dtype that does not fit; names the argument.
     """
     check_settings(settings)
@@ -120,7 +118,8 @@ def attention(
         )
     documents = _checked_documents(documents, q, k)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    out, codes, scales = _Attention.apply(q, k, v, settings, causal, scale, documents, keep)
+    options = {"causal": causal, "scale": scale}
+    out, codes, scales = _Attention.apply(q, k, v, settings, documents, options, keep)
     return out, QuantizedTensor(codes, scales, "group", settings.group_size)
 
 
@@ -134,18 +133,16 @@ class _Attention(Function):
         k,
         v,
         settings: ActivationConfig,
-        causal: bool,
-        scale: float | None,
         documents: Documents | None,
+        options: dict[str, Any],
         keep: bool,
     ):
         ctx.set_materialize_grads(False)
         kept = [_compress(t, settings) for t in (q, k, v)]
         values = [_values(c, t.shape, t.dtype) for c, t in zip(kept, (q, k, v), strict=True)]
-        options = {"causal": causal, "scale": scale}
         if keep:
             ctx.node = node_of(values, documents, options)
-            out, extras = ctx.node.take()
+            out, extras = ctx.node.forward(values)
         else:
             out, extras = attend(values, documents, options), []
         kept.append(_compress(out.permute(2, 0, 1, 3), settings))
@@ -162,7 +159,7 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, *_: None):
         if dout is None:
-            return (None,) * 8
+            return (None,) * 7
         saved, extras = _Attention.saved(ctx)
         values = []
         for codes, scales, shape in zip(saved[::2], saved[1::2], ctx.shapes, strict=True):
@@ -170,7 +167,7 @@ class _Attention(Function):
             values.append(_values(kept, shape, ctx.dtype))
         dout = dout.reshape(ctx.shapes[0]).permute(1, 2, 0, 3)
         grads = ctx.node.backward(dout, values, extras)
-        return *(g.permute(2, 0, 1, 3) for g in grads), *[None] * 5
+        return *(g.permute(2, 0, 1, 3) for g in grads), *[None] * 4
 
 
 class _EachDocument(torch.autograd.Function):
@@ -184,8 +181,8 @@ class _EachDocument(torch.autograd.Function):
     ) -> torch.Tensor:
         if not keep:
             return attend((q, k, v), documents, options)
-        ctx.node = DocumentNodes((q, k, v), documents, options)
-        out, extras = ctx.node.take()
+        ctx.node = DocumentNodes(documents, options)
+        out, extras = ctx.node.forward((q, k, v))
         ctx.save_for_backward(q, k, v, out, *extras)
         return out
 
@@ -202,9 +199,6 @@ def _checked_documents(
     """``documents``, or None where one SDPA does the same; raises what :func:`sdpa` says."""
     if documents is None:
         return None
-    if not isinstance(documents, Documents):
-        got = type(documents).__name__
-        raise TypeError(f"documents: got {got}, accepted: Documents(cu_seqlens, max_seqlen)")
     if q.shape[1] != 1 or q.shape[0] != k.shape[0]:
         raise ValueError(
             f"q: got {list(q.shape)} with {k.shape[0]} keys, accepted: [s, 1, heads, d] and s keys "

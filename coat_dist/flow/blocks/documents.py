@@ -49,35 +49,21 @@ class Documents:
         if cu.dim() != 1 or cu.shape[0] < 2 or cu.dtype != torch.int32:
             accepted = "torch.int32 [documents + 1], at least one document"
             raise ValueError(f"cu_seqlens: got {cu.dtype} {list(cu.shape)}, accepted: {accepted}")
-        if (
-            isinstance(self.max_seqlen, bool)
-            or not isinstance(self.max_seqlen, int)
-            or self.max_seqlen < 1
-        ):
-            raise ValueError(
-                f"max_seqlen: got {self.max_seqlen!r}, accepted: an int, at least the longest "
-                "document"
-            )
+        longest = 1
         if self.lengths is not None or cu.device.type == "cpu":
-            self._check_bounds(self.bounds, tokens)
+            ends = self.bounds
+            lengths = [b - a for a, b in itertools.pairwise(ends)]
+            if ends[0] != 0 or min(lengths) < 0 or ends[-1] != tokens or len(lengths) != self.count:
+                raise ValueError(
+                    f"cu_seqlens: got {ends}, accepted: from 0 up to the number of tokens, {tokens}"
+                )
+            longest = max(lengths)
+        if not isinstance(self.max_seqlen, int) or self.max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen: got {self.max_seqlen!r}, accepted: an int, {longest} or more, the "
+                "tokens of the longest document"
+            )
         self.__dict__["_fits"] = tokens
-
-    def _check_bounds(self, ends: list[int], tokens: int) -> None:
-        lengths = [b - a for a, b in itertools.pairwise(ends)]
-        if ends[0] != 0 or min(lengths) < 0 or ends[-1] != tokens or len(lengths) != self.count:
-            shown = (
-                str(ends)
-                if len(ends) <= 8
-                else f"[{ends[0]}, {ends[1]}, ..., {ends[-2]}, {ends[-1]}]"
-            )
-            raise ValueError(
-                f"cu_seqlens: got {shown}, accepted: from 0 up to the number of tokens, {tokens}"
-            )
-        if max(lengths) > self.max_seqlen:
-            raise ValueError(
-                f"max_seqlen: got {self.max_seqlen}, accepted: at least the longest document, "
-                f"{max(lengths)} tokens"
-            )
 
     @functools.cached_property
     def bounds(self) -> list[int]:

@@ -172,8 +172,6 @@ def _check(x, experts, fc1_weight, fc2_weight, activation, settings) -> None:
             raise ValueError(f"{name}: got {t.dtype}, accepted: torch.bfloat16, torch.float32")
     if x.dim() != 2:
         raise ValueError(f"x: got shape {list(x.shape)}, accepted: [tokens, h]")
-    if not experts:
-        raise ValueError("tokens_per_expert: got none, accepted: a number for each expert")
     h = x.shape[1]
     for name, t, form, unit in (
         ("fc1_weight", fc1_weight, "experts x h x parts f", experts * h * parts),

@@ -76,13 +76,9 @@ def linear(
         dimension 0.
 
     Raises:
-        TypeError: x is no tensor.
         ValueError: a shape or dtype that does not fit; names the argument.
     """
     check_settings(settings)
-    if not isinstance(x, torch.Tensor):
-        pair = "; flow.attention returns (output, compressed)" if isinstance(x, tuple) else ""
-        raise TypeError(f"x: got {type(x).__name__}, accepted: a tensor{pair}")
     check_input(x, weight)
     if tp.sharded and x.shape[0] % tp.size:
         raise ValueError(
@@ -187,7 +183,10 @@ def norm_linear(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    weights, biases = _checked(x, norm, weight, bias, tp, settings)
+    check_settings(settings)
+    if norm is not None:
+        check_normed(x, norm, tp)
+    weights, biases = joined(x, weight, bias)
     adapter = joined_adapters(x, weights, adapters, tp)
     call = norm, tp, settings, len(weights), None, None, None, False
     return _NormLinear.apply(call, None, x, *parameters_of(norm), *adapter, *weights, *biases)
@@ -233,12 +232,10 @@ def norm_qkv(
     Raises:
         ValueError: a shape, dtype or option that does not fit; names the argument.
     """
-    weights, biases = _checked(x, norm, weight, bias, tp, settings)
-    if residual and norm is None:
-        raise ValueError(
-            "residual: got true without a norm, accepted: false (its backward has nothing to add "
-            "to)"
-        )
+    check_settings(settings)
+    if norm is not None:
+        check_normed(x, norm, tp)
+    weights, biases = joined(x, weight, bias)
     if x.dim() != 3 or heads.batch_first and tp.sharded:
         raise ValueError(
             f"x: got shape {list(x.shape)}, accepted: [s, b, h], or [b, s, h] without sequence "
@@ -258,20 +255,6 @@ def norm_qkv(
     call = norm, tp, settings, len(weights), heads, table, head_norms, alias
     out = _NormLinear.apply(call, gains, x, *parameters_of(norm), *adapter, *weights, *biases)
     return out if alias or not residual else (*out, x)
-
-
-def _checked(
-    x: torch.Tensor,
-    norm: Norm | None,
-    weight: Weights,
-    bias: Weights | None,
-    tp: TensorParallel,
-    settings: ActivationConfig,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    check_settings(settings)
-    if norm is not None:
-        check_normed(x, norm, tp)
-    return joined(x, weight, bias)
 
 
 class _NormLinear(Function):
@@ -322,8 +305,13 @@ class _NormLinear(Function):
         else:
             table = None if saved.cos is None else RopeTable(saved.cos, saved.sin, ctx.interleaved)
             norms = None if saved.gains is None else HeadNorms(saved.gains, ctx.eps)
-            given = *_no_none(douts, heads), heads, table, norms, saved.mixed
-            dout, top, dgains = split_rope_backward(*given)
+            rest: Any = heads, table, norms, saved.mixed
+            used = next(d for d in douts if d is not None)
+            dqkv: Any = []
+            for d, count in zip(douts, heads.counts, strict=True):
+                dqkv.append(used.new_zeros(*used.shape[:2], count, heads.size) if d is None else d)
+            dout, top, dgains = split_rope_backward(*dqkv, *rest)
+            del used, d, dqkv
         dout = dout.reshape(-1, dout.shape[-1])
         y8_t = product.operand()
         agreed = gradient_amax(dout, tp, settings, False, top)
@@ -335,18 +323,6 @@ class _NormLinear(Function):
         del dout, douts
         dinput, dparameters = product.gradients(gradient, y8_t, residual, sums)
         return None, dgains, *dinput, *dparameters
-
-
-def _no_none(
-    douts: tuple[torch.Tensor | None, ...], heads: Heads
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values, zeros for those that nothing used."""
-    given = next(d for d in douts if d is not None)
-    shapes = [(*given.shape[:2], n, heads.size) for n in heads.counts]
-    dq, dk, dv = (
-        given.new_zeros(shape) if d is None else d for d, shape in zip(douts, shapes, strict=True)
-    )
-    return dq, dk, dv
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:

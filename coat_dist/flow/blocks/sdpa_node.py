@@ -39,10 +39,10 @@ def attend(
 def node_of(
     values: Sequence[torch.Tensor], documents: Documents | None, options: dict[str, Any]
 ) -> Node | DocumentNodes:
-    """:func:`attend`, whose backward can be called."""
+    """What computes :func:`attend` of such values, and its backward."""
     if documents is None:
-        return Node(functools.partial(plain_sdpa, **options), values)
-    return (DocumentNodes if why_no_flash(*values) else _FlashNode)(values, documents, options)
+        return Node(functools.partial(plain_sdpa, **options))
+    return (DocumentNodes if why_no_flash(*values) else _FlashNode)(documents, options)
 
 
 class Node:
@@ -53,26 +53,21 @@ class Node:
     The rest, ``extras`` (logarithms of sums, random state), the caller saves.
     """
 
-    def __init__(self, attend: Callable[..., torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Runs ``attend(q, k, v)``, whose shape is that of q."""
-        self._saved = _Saved()
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        """``attend``: of q, k, v; its output has the shape of q."""
+        self._attend, self._saved = attend, _Saved()
+
+    def forward(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The output and the extras, of which nothing stays here."""
         with torch.enable_grad():
             anchor = torch.zeros((), requires_grad=True)
             inputs = [_GradientEdge.apply(v, anchor) for v in values]
             with saved_tensors_hooks(self._saved.pack, self._saved.unpack):
-                out = attend(*inputs)
-        self._input_edges, self._output_edge = (
-            [get_gradient_edge(i) for i in inputs],
-            get_gradient_edge(out),
-        )
-        self._out: torch.Tensor | None = out.detach()
-        self._extras: list[torch.Tensor] | None = self._saved.release([*values, self._out])
-
-    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The output and the extras, of which nothing stays here."""
-        taken = self._out, self._extras
-        self._out = self._extras = None
-        return taken  # type: ignore[return-value]
+                out = self._attend(*inputs)
+        self._input_edges = [get_gradient_edge(i) for i in inputs]
+        self._output_edge = get_gradient_edge(out)
+        out = out.detach()
+        return out, self._saved.release([*values, out])
 
     def backward(
         self, dout: torch.Tensor, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
@@ -150,14 +145,11 @@ class _GradientEdge(torch.autograd.Function):
 class _FlashNode(Node):
     """The node of :func:`flash_documents`, in :func:`plain_sdpa`'s layout."""
 
-    def __init__(
-        self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]
-    ) -> None:
-        attend = functools.partial(flash_documents, documents=documents, **options)
-        super().__init__(attend, [_tokens_first(t) for t in values])
+    def __init__(self, documents: Documents, options: dict[str, Any]) -> None:
+        super().__init__(functools.partial(flash_documents, documents=documents, **options))
 
-    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        out, extras = super().take()
+    def forward(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        out, extras = super().forward([_tokens_first(t) for t in values])
         return _heads_first(out), extras
 
     def backward(self, dout, values, extras):  # type: ignore[no-untyped-def]
@@ -170,23 +162,25 @@ class DocumentNodes:
     layout.
     """
 
-    def __init__(
-        self, values: Sequence[torch.Tensor], documents: Documents, options: dict[str, Any]
-    ) -> None:
-        self._parts = _parts(documents)
+    def __init__(self, documents: Documents, options: dict[str, Any]) -> None:
         attend = functools.partial(plain_sdpa, **options)
-        self._nodes = [Node(attend, [t[:, :, part] for t in values]) for part in self._parts]
+        self._parts = [(Node(attend), part) for part in _parts(documents)]
+        self._counts: list[int] = []
 
-    def take(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        outs, extras = zip(*(node.take() for node in self._nodes), strict=True)
-        self._counts = [len(e) for e in extras]
-        return _join(outs), [t for e in extras for t in e]
+    def forward(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        outs, extras = [], []
+        for node, part in self._parts:
+            out, own = node.forward([t[:, :, part] for t in values])
+            outs.append(out)
+            extras += own
+            self._counts.append(len(own))
+        return _join(outs), extras
 
     def backward(
         self, dout: torch.Tensor, values: Sequence[torch.Tensor], extras: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         grads, given = [], iter(extras)
-        for node, part, count in zip(self._nodes, self._parts, self._counts, strict=True):
+        for (node, part), count in zip(self._parts, self._counts, strict=True):
             own = list(itertools.islice(given, count))
             grads.append(node.backward(dout[:, :, part], [t[:, :, part] for t in values], own))
         return [_join(g) for g in zip(*grads, strict=True)]
@@ -235,15 +229,15 @@ def plain_sdpa(q, k, v, *, causal: bool, scale: float | None, dropout: float = 0
 
 
 _HOPPER_NUMBERS = [int(backend) for backend in _HOPPER_ORDER]  # type: ignore[call-overload]
-_get_order: Any = getattr(torch._C, "_get_sdp_priority_order", None)
-_set_order: Any = getattr(torch._C, "_set_sdp_priority_order", None)
+_get_order: Any = torch._C._get_sdp_priority_order
+_set_order: Any = torch._C._set_sdp_priority_order
 
 
 @contextmanager
 def _preferred_backend(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or not _is_hopper(device):
         yield
-    elif _set_order is None or torch.compiler.is_compiling():
+    elif torch.compiler.is_compiling():
         with sdpa_kernel(_HOPPER_ORDER, set_priority=True):
             yield
     else:

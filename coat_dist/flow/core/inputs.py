@@ -165,7 +165,7 @@ class NormedInput:
         return _gathered(self.tp, local.codes, scale, transpose)
 
     def backward(
-        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
         """Gradients of x (``[rows, h]``) and of the norm's parameters; ``wanted`` says for x,
         weight, bias which.
@@ -334,7 +334,7 @@ class PlainInput:
         if not self.tp.sharded:
             return Pending(lambda: transposed(source) if transpose else source)
         if not self.settings.fp8_gather:  # rounding to BF16 and back gives the same codes
-            x = dequantize(source).to(self.dtype)
+            x = dequantize(source, self.dtype)
             return _gathered_values(self.tp, x, self.settings, source.scales, transpose)
         return _gathered(self.tp, source.codes, source.scales, transpose)
 
@@ -352,7 +352,7 @@ class PlainInput:
         return operand
 
     def backward(
-        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None = None
+        self, dy: torch.Tensor, wanted: Sequence[bool], residual: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ParameterGrads]:
         # An alias needs a norm, whose backward adds the residual's gradient.
         assert residual is None

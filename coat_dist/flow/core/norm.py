@@ -108,10 +108,10 @@ class _NormFunction(Function):
 
 
 def finish_grads(
-    dweight: torch.Tensor,
-    dbias: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    dweight: Any,
+    dbias: Any,
+    weight: Any,
+    bias: Any,
     wanted: Sequence[bool],
     reduce_grad: bool,
     tp: TensorParallel,
@@ -125,6 +125,6 @@ def finish_grads(
         else:
             dweight, dbias = tp.sum(torch.stack([dweight, dbias])).unbind()
     return ParameterGrads(
-        dweight.to(weight.dtype) if weight is not None and wanted[0] else None,
-        dbias.to(bias.dtype) if dbias is not None and bias is not None and wanted[1] else None,
+        dweight.to(weight.dtype) if wanted[0] else None,
+        dbias.to(bias.dtype) if wanted[1] else None,
     )

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...formats import FP8Format, QuantizedTensor
 from ...ops import amax, quantize_rows, quantize_tensor, tensor_scale
-from .tensor_parallel import Pending, gather_into
+from .tensor_parallel import Pending, all_gather
 
 __all__ = ["GatheredWeight", "Shard", "gather"]
 
@@ -80,7 +80,7 @@ def gather(
     for shard, scale, out in zip(shards, scales, codes, strict=True):
         _quantize_the_rest(shard, scale, out, fmt)
     buffer = payload.new_empty(dist.get_world_size(group), payload.numel())
-    work = gather_into(buffer.view(-1), payload, group)
+    work = all_gather(buffer.view(-1), payload, group=group, async_op=True)
     return Pending(lambda: _whole(shards, scales, buffer, fmt), (work,), payload)
 
 

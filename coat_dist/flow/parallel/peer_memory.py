@@ -291,6 +291,7 @@ _switched: set[dist.ProcessGroup] = set()
 """Groups whose ranks have the same ``COAT_PEER_MEMORY``."""
 
 
+@outside_of_graphs
 def peer_memory(
     group: dist.ProcessGroup | None, elements: int, itemsize: int, device: torch.device
 ) -> PeerMemory | None:
@@ -302,7 +303,8 @@ def peer_memory(
         itemsize: bytes of one.
 
     The first call with enough elements is a collective, and so is one with more bytes than any
-    before.
+    before. Ranks have to find the same: also where torch.compile traces a call on one of them and
+    not on another.
 
     Raises:
         CoatConfigError: ``COAT_PEER_MEMORY`` is neither 0 nor 1, or not the same on all ranks.

@@ -16,28 +16,16 @@ import torch
 import torch.distributed as dist
 
 from ...formats import QuantizedTensor
-from ..function import outside_of_graphs
 from .peer_memory import PeerMemory, peer_memory
 
-__all__ = ["Pending", "TensorParallel", "gather_into"]
+__all__ = ["Pending", "TensorParallel", "all_gather"]
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 # torch 2.13 renamed both collectives and deprecated the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-_find_peers = outside_of_graphs(peer_memory)
-"""Ranks have to find the same: also where torch.compile traces a call on one of them and not on
-another.
-"""
-
-
-def gather_into(out: torch.Tensor, t: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to gather all ranks' ``t`` ``[n]`` into ``out`` ``[size * n]``."""
-    return _all_gather(out, t, group=group, async_op=True)
 
 
 class Pending(Generic[T]):
@@ -138,7 +126,7 @@ class TensorParallel:
         """
         if self.size == 1 or not self.reads_peers:
             return None
-        return _find_peers(self.group, elements, itemsize, device)
+        return peer_memory(self.group, elements, itemsize, device)
 
     def max_(self, t: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over ranks, in place. NaN may be lost on the way: an amax has
@@ -165,32 +153,35 @@ class TensorParallel:
         return Pending(lambda: t, (dist.all_reduce(t, group=self.group, async_op=True),))
 
     def gather_rows(self, t: torch.Tensor) -> torch.Tensor:
-        """All ranks' ``t`` one after the other along dimension 0. FP8 travels as bytes: not
-        every backend knows it.
-        """
+        """All ranks' ``t`` one after the other along dimension 0."""
         return self.start_gather(t).wait()[0]
 
     def start_gather(self, *tensors: torch.Tensor) -> Pending[tuple[torch.Tensor, ...]]:
-        """:meth:`gather_rows` of several tensors in one collective, under way."""
+        """:meth:`gather_rows` of several tensors in one collective, under way. They travel as
+        bytes: not every backend knows FP8, and gloo wants one type.
+        """
         if self.size == 1:
             return Pending(lambda: tensors)
         first = tensors[0]
         if (peers := self.peers(first.numel(), first.itemsize, first.device)) is not None:
             whole, coming = peers.gather([t.contiguous() for t in tensors])
             return Pending(lambda: tuple(whole), tuple(coming.values()))
-        payloads = [_payload(t, len(tensors) > 1) for t in tensors]
+        payloads = [t.contiguous().view(torch.uint8) for t in tensors]
         outs = [p.new_empty(self.size * p.shape[0], *p.shape[1:]) for p in payloads]
         works: tuple[Any, ...]
         if len(tensors) == 1:
-            works = (_all_gather(outs[0], payloads[0], group=self.group, async_op=True),)
+            works = (all_gather(outs[0], payloads[0], group=self.group, async_op=True),)
         else:
             with dist._coalescing_manager(self.group, async_ops=True) as together:
                 for out, payload in zip(outs, payloads, strict=True):
-                    _all_gather(out, payload, group=self.group, async_op=True)
+                    all_gather(out, payload, group=self.group, async_op=True)
             works = (together,)
         dtypes = [t.dtype for t in tensors]
-        gathered = lambda: tuple(out.view(dtype) for out, dtype in zip(outs, dtypes, strict=True))  # noqa: E731
-        return Pending(gathered, works, payloads)
+        return Pending(
+            lambda: tuple(out.view(dtype) for out, dtype in zip(outs, dtypes, strict=True)),
+            works,
+            payloads,
+        )
 
     def start_gather_quantized(self, q: QuantizedTensor) -> Pending[QuantizedTensor]:
         """All ranks' rows of a tensor quantized by rows, codes and scales in one collective,
@@ -230,11 +221,3 @@ class TensorParallel:
             )
         out, t = t.new_empty(t.shape[0] // self.size, *t.shape[1:]), t.contiguous()
         return Pending(lambda: out, (_reduce_scatter(out, t, group=self.group, async_op=True),), t)
-
-
-def _payload(t: torch.Tensor, together: bool) -> torch.Tensor:
-    """What travels: FP8 as bytes, as not every backend knows it; several tensors too, as gloo
-    wants one type.
-    """
-    t = t.contiguous()
-    return t.view(torch.uint8) if together or t.dtype.itemsize == 1 else t

@@ -155,9 +155,10 @@ def wrong_codes(engine, saved):
             )
             a, k = held.a.float(), held.k.float() / 16
             a, k = (t.repeat_interleave(codec.group_size) for t in (a, k))
-            y = codec.fp8.max * ((padded / divisor(got_v) if ratio else padded).abs() / a) ** k
+            y = codec.kind.fp8.max * ((padded / divisor(got_v) if ratio else padded).abs() / a) ** k
             d = torch.maximum(
-                torch.tensor(2.0 ** -(codec.fp8.mantissa_bits + 1)), codec.fp8.smallest / (2 * y)
+                torch.tensor(2.0 ** -(codec.kind.fp8.mantissa_bits + 1)),
+                codec.kind.fp8.smallest / (2 * y),
             )
             # Of the others, ratios below half a code may become zero.
             some = (padded != 0) & (d < 1)

@@ -5,7 +5,8 @@
 import hypothesis.strategies as st
 import torch
 
-from coat_dist.reference.moments import LOG8_SPAN, TINY, MomentCodec, decode
+from coat_dist.reference.moment_formats import LOG8_SPAN
+from coat_dist.reference.moments import TINY, MomentCodec, decode
 
 FP32_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -93,14 +94,14 @@ def exact_y(x, moment, codec):
     k = moment.k.double()[:, None]
     if codec.format == "log8":
         return torch.where(ratio > 0, 255 + torch.log2(ratio) * 250 / k, 0.0)
-    return codec.max * ratio ** (k / (64 if codec.format == "int8" else 16))
+    return codec.kind.max * ratio ** (k / (64 if codec.format == "int8" else 16))
 
 
 def half_step(y, codec):
     """Largest relative error of rounding y to nearest."""
     if codec.format == "int8":
         return 1 / (2 * y)
-    fp8 = codec.fp8
+    fp8 = codec.kind.fp8
     normal = fp8.smallest * 2**fp8.mantissa_bits
     return torch.where(y >= normal, 2.0 ** -(fp8.mantissa_bits + 1), fp8.smallest / (2 * y))
 
@@ -109,7 +110,7 @@ def stored(q, codec):
     """Magnitudes that codes stand for before the spread is undone, fp64."""
     if codec.format == "log8":
         return q.double()
-    return q.view(torch.int8 if codec.format == "int8" else codec.fp8.dtype).double().abs()
+    return q.view(torch.int8 if codec.format == "int8" else codec.kind.fp8.dtype).double().abs()
 
 
 def assert_within_bound(x, moment, codec, steps=1.0):

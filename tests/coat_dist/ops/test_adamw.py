@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from coat_dist.reference import adamw
-from coat_dist.reference.adamw import AdamWStep, adamw_fp32_step, adamw_step
+from coat_dist.reference.adamw import (
+    AdamWStep,
+    AdamWTensors,
+    FP32Tensors,
+    adamw_fp32_step,
+    adamw_step,
+)
 from coat_dist.reference.moments import MomentCodec, decode, encode
 from tests.support import Largest, equal
 
@@ -37,7 +43,7 @@ def test_adamw_step_is_decode_update_encode(n, maximize):
     h = AdamWStep(0.01, 0.9, 0.95, 1e-8, 0.1, 3, maximize)
     p64, m64, v64 = oracle(param, grad, decode(m, codec_m, n), decode(v, codec_v, n), h)
     before = grad.clone()
-    adamw_step(param, grad, m, v, codec_m, codec_v, h)
+    adamw_step(AdamWTensors(param, grad, m, v), codec_m, codec_v, h)
     assert torch.allclose(param.double(), p64, rtol=1e-6, atol=1e-6)
     assert torch.equal(grad, before)
     for got, exact, codec in ((m, m64, codec_m), (v, v64, codec_v)):
@@ -56,7 +62,8 @@ def test_adamw_fp32_step_follows_torch():
     for step in range(1, 11):
         theirs.grad = torch.randn(50)
         optimizer.step()
-        adamw_fp32_step(mine, theirs.grad, m, v, AdamWStep(0.01, 0.9, 0.95, 1e-8, 0.1, step))
+        numbers = AdamWStep(0.01, 0.9, 0.95, 1e-8, 0.1, step)
+        adamw_fp32_step(FP32Tensors(mine, theirs.grad, m, v), numbers)
     assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
     assert torch.allclose(m, optimizer.state[theirs]["exp_avg"], rtol=1e-6, atol=1e-8)
     assert torch.allclose(v, optimizer.state[theirs]["exp_avg_sq"], rtol=1e-6, atol=1e-8)
@@ -68,8 +75,8 @@ def test_adamw_step_of_every_dtype_rounds_once(param_dtype, grad_dtype):
     param, grad, m, v, *codecs = problem(500, param=param_dtype, grad=grad_dtype)
     wide = param.float()
     m32, v32 = (type(x)(*(t.clone() for t in x)) for x in (m, v))
-    adamw_step(param, grad, m, v, *codecs, NUMBERS)
-    adamw_step(wide, grad.float(), m32, v32, *codecs, NUMBERS)
+    adamw_step(AdamWTensors(param, grad, m, v), *codecs, NUMBERS)
+    adamw_step(AdamWTensors(wide, grad.float(), m32, v32), *codecs, NUMBERS)
     assert param.dtype == param_dtype
     assert torch.equal(param, wide.to(param_dtype))
     assert torch.equal(m.q, m32.q) and torch.equal(v.q, v32.q)
@@ -78,9 +85,9 @@ def test_adamw_step_of_every_dtype_rounds_once(param_dtype, grad_dtype):
 @pytest.mark.parametrize("seed", [None, 7])
 def test_adamw_step_in_chunks(monkeypatch, seed):
     whole, chunked = problem(3000), problem(3000)
-    adamw_step(*whole, NUMBERS, seed)
+    adamw_step(AdamWTensors(*whole[:4], seed), *whole[4:], NUMBERS)
     monkeypatch.setattr(adamw, "_CHUNK", 256)
-    adamw_step(*chunked, NUMBERS, seed)
+    adamw_step(AdamWTensors(*chunked[:4], seed), *chunked[4:], NUMBERS)
     assert equal([whole[0], *whole[2], *whole[3]], [chunked[0], *chunked[2], *chunked[3]])
 
 
@@ -89,5 +96,5 @@ def test_adamw_step_temporaries(monkeypatch):
     monkeypatch.setattr(adamw, "_CHUNK", 1024)
     arguments = problem(20_000)
     with Largest() as made:
-        adamw_step(*arguments, NUMBERS, 3)
+        adamw_step(AdamWTensors(*arguments[:4], 3), *arguments[4:], NUMBERS)
     assert 0 < made.elements <= 1024

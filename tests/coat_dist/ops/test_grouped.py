@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from coat_dist import ops
-from coat_dist.ops import BLOCK, expert_rows
+from coat_dist.ops import expert_rows
+from coat_dist.reference.grouped import BLOCK
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 33, 32, 1], [0, 0, 0], [0, 40, 0], [7]])

@@ -36,10 +36,10 @@ def test_stochastic_rounding_is_unbiased_in_the_stored_value(codec):
     if codec.format == "int8":
         step, raised = torch.ones(256), torch.zeros(256).bool()
     else:
-        step = (2.0 ** (torch.floor(torch.log2(y)) - codec.fp8.mantissa_bits)).clamp(
-            min=codec.fp8.smallest
+        step = (2.0 ** (torch.floor(torch.log2(y)) - codec.kind.fp8.mantissa_bits)).clamp(
+            min=codec.kind.fp8.smallest
         )
-        raised = codec.keep_nonzero & (y < codec.fp8.smallest)  # rounded up on purpose
+        raised = codec.keep_nonzero & (y < codec.kind.fp8.smallest)  # rounded up on purpose
     assert (low >= (y - step) * (1 - 1e-4)).all() and (high <= (y + step) * (1 + 1e-4)).all()
     assert ((high - low) <= step * 1.001).all()
     deviation = 0.5 * step / rounds**0.5  # of the mean, at most

@@ -65,11 +65,11 @@ def test_the_smallest_element_lands_where_the_docstring_says(codec, least):
     """In steps of the smallest code: 2.3 in FP8 for both moments, 3.97 with int8, and less than
     one step of k above.
     """
-    step = 1.0 if codec.format == "int8" else codec.fp8.smallest
+    step = 1.0 if codec.format == "int8" else codec.kind.fp8.smallest
     x = torch.cat([spread(127, 1.0).abs(), torch.tensor([1e-12])])
     moment = encode(x, codec)
     y = exact_y(x, moment, codec).min().item()
-    one_more = (codec.max / y) ** (1 / moment.k.item())
+    one_more = (codec.kind.max / y) ** (1 / moment.k.item())
     assert least <= y / step <= (least + 0.02) * one_more
 
 
