@@ -102,11 +102,11 @@ def written(logits):
 CHANGES = {
     "chunked": (
         lambda logits: logits / 2 * 3,
+        lambda logits: logits.mul_(2),
         lambda logits: torch.tanh(logits.double() / -3) * -3.0,
     ),
     "plain": (
         written,
-        lambda logits: logits.mul_(2),
         lambda logits: logits * torch.linspace(0.5, 1.5, 128),
         lambda logits: logits * torch.tensor(2.0),
         lambda logits: torch.tanh(torch.tanh(logits) * 3),
@@ -144,8 +144,8 @@ def test_late_logits_are_made_when_they_are_read(tmp_path):
     model, ids = tiny(), tokens()
     wanted = model(ids, labels=ids).logits
     out = loss_alone(model)(ids, labels=ids)
-    assert isinstance(out.logits, LogitsOnRead) and out.logits.late.made is None
-    assert out.logits.float().late.made is None
+    assert isinstance(out.logits, LogitsOnRead) and out.logits.late.source.made is None
+    assert out.logits.float().late.source.made is None
     assert (
         torch.equal(out.logits[..., :-1, :], wanted[..., :-1, :])
         and out.logits.shape == wanted.shape
@@ -194,7 +194,7 @@ def test_late_logits_are_found_by_what_looks_for_tensors():
     model, ids, passed = loss_alone(tiny()), tokens(), []
     out = model(ids, labels=ids, use_cache=False)
     leaves, spec = torch.utils._pytree.tree_flatten(out)
-    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves) and out.logits.late.made is None
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves) and out.logits.late.source.made is None
     for leaf in leaves:
         leaf.register_hook(passed.append)
     again = torch.utils._pytree.tree_unflatten([leaf * 1 for leaf in leaves], spec)
