@@ -12,7 +12,7 @@ from .blocks.dispatch import dispatch_rows
 from .blocks.documents import Documents
 from .blocks.grouped import grouped_mlp, routed_mlp
 from .blocks.linear import invariant_linear, linear, norm_linear, norm_qkv
-from .blocks.loss import linear_cross_entropy, map_logits, vocab_parallel_cross_entropy
+from .blocks.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .blocks.mlp import mlp, norm_mlp, scale_rows
 from .blocks.permute import TokenOrder, permute, token_order, unpermute
 from .blocks.sinks import sink_attention
@@ -39,7 +39,6 @@ __all__ = [
     "invariant_linear",
     "linear",
     "linear_cross_entropy",
-    "map_logits",
     "mlp",
     "norm",
     "norm_linear",

@@ -26,7 +26,6 @@ cannot train wrongly unnoticed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,12 +36,7 @@ from ..core.products import check_input
 from ..function import Function, outside_of_graphs, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = [
-    "IGNORE_INDEX",
-    "linear_cross_entropy",
-    "map_logits",
-    "vocab_parallel_cross_entropy",
-]
+__all__ = ["IGNORE_INDEX", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
 IGNORE_INDEX = -100
 _BLOCK = 2**26
@@ -158,34 +152,6 @@ def linear_cross_entropy(
     )
 
 
-# A graph break: torch.compile cannot trace an autograd function that calls autograd
-@outside_of_graphs
-def map_logits(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    function: Callable[..., torch.Tensor],
-    *aligned: torch.Tensor,
-) -> torch.Tensor:
-    """``function(x @ weight.T + bias, *aligned)``, without holding all logits.
-
-    The logits of some tokens exist at a time: at most 2**26, or one token's. Backward makes them
-    again and differentiates ``function`` there. Saves an alias of x and of ``aligned``. Where
-    tokens make several parts, the gradient of the weight is summed in fp32 (4 bytes for each of its
-    elements).
-
-    Args:
-        x: ``[tokens, h]``.
-        weight: ``[v, h]``, of the dtype of x.
-        bias: ``[v]``, of the dtype of x, or None.
-        function: takes logits ``[n, v]`` and the same n rows of each of ``aligned``, and returns a
-            tensor of n rows. A row of its result depends on the same row of its arguments alone.
-            Gradients reach x, weight and bias.
-        aligned: ``[tokens, ...]``, without gradients.
-    """
-    return _MapLogits.apply(x, weight, bias, function, *aligned)
-
-
 class _CrossEntropy(Function):
     saves = "logits", "labels", "exponent", "inverse"
 
@@ -287,50 +253,8 @@ class _LinearCrossEntropy(Function):
         return dx.finish(tp).view(x.shape) if dx is not None else None, dweight, dbias, *[None] * 7
 
 
-class _MapLogits(Function):
-    saves = "x", "weight", "bias"
-
-    @staticmethod
-    def forward(ctx: Any, x, weight, bias, function, *aligned) -> torch.Tensor:
-        ctx.save_for_backward(*_MapLogits.Saved(x, weight, bias), *aligned)
-        ctx.function = function
-        results = []
-        for part in _rows_at_a_time(x, weight):
-            logits = F.linear(x[part], weight, bias)
-            results.append(function(logits, *(rows[part] for rows in aligned)))
-            del logits  # before the next part is made
-        return torch.cat(results)
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor):
-        (x, weight, bias), aligned = _MapLogits.saved(ctx)
-        parts = _rows_at_a_time(x, weight)
-        dx, dweight, dbias = torch.empty_like(x), None, None
-        if _MapLogits.needs(ctx, "weight"):
-            dweight = _Sum(weight.shape, weight.dtype, weight.device, False, len(parts) > 1)
-        if _MapLogits.needs(ctx, "bias"):
-            dbias = torch.zeros_like(bias, dtype=torch.float32)
-        for part in parts:
-            logits = F.linear(x[part], weight, bias).requires_grad_()
-            with torch.enable_grad():
-                out = ctx.function(logits, *(rows[part] for rows in aligned))
-            (grad,) = torch.autograd.grad(out, logits, dout[part])
-            del logits, out
-            dx[part] = grad @ weight
-            if dweight is not None:
-                dweight.add(grad.t(), x[part])
-            if dbias is not None:
-                dbias += grad.sum(0, dtype=torch.float32)
-        return (
-            dx,
-            None if dweight is None else dweight.finish(TensorParallel()),
-            None if dbias is None else dbias.to(bias.dtype),
-            *[None] * (1 + len(aligned)),
-        )
-
-
 class _Sum:
-    """A gradient, summed over chunks and then over ranks: fp64 where exact, else fp32 (BF16
+    """The gradient of x, summed over chunks and then over ranks: fp64 where exact, else fp32 (BF16
     over ranks, as Megatron does), and on a GPU without a wider buffer where there is one chunk.
     """
 
@@ -435,11 +359,6 @@ def _check(labels: torch.Tensor, shape: torch.Size, vocabulary: int, z_loss: flo
 
 def _out_of_range(labels: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return ((labels < 0) | (labels >= vocabulary)) & (labels != IGNORE_INDEX)
-
-
-def _rows_at_a_time(x: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    step = max(1, _BLOCK // max(1, len(weight)))
-    return [slice(first, first + step) for first in range(0, max(1, len(x)), step)]
 
 
 def _width(columns: int, rows: int) -> int:

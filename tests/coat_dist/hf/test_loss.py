@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from coat_dist.config import ActivationConfig
 from coat_dist.flow.blocks import loss as flow_loss
 from coat_dist.hf import patch_model, unpatch_model
-from coat_dist.hf.loss import LogitsOnRead, _Late
+from coat_dist.hf.late import LogitsOnRead, _Late
 from tests.support import Largest
 
 from .tiny import SIZES, step, tiny, tokens
@@ -103,6 +103,7 @@ CHANGES = {
     "chunked": (
         lambda logits: logits / 2 * 3,
         lambda logits: logits.mul_(2),
+        lambda logits: (logits, logits.exp())[0],
         lambda logits: torch.tanh(logits.double() / -3) * -3.0,
     ),
     "plain": (
@@ -111,7 +112,6 @@ CHANGES = {
         lambda logits: logits * torch.tensor(2.0),
         lambda logits: torch.tanh(torch.tanh(logits) * 3),
         lambda logits: logits * 0 + logits,
-        lambda logits: (logits, logits.exp())[0],
     ),
 }
 
@@ -144,14 +144,14 @@ def test_late_logits_are_made_when_they_are_read(tmp_path):
     model, ids = tiny(), tokens()
     wanted = model(ids, labels=ids).logits
     out = loss_alone(model)(ids, labels=ids)
-    assert isinstance(out.logits, LogitsOnRead) and out.logits.late.source.made is None
-    assert out.logits.float().late.source.made is None
+    assert isinstance(out.logits, LogitsOnRead) and out.logits.late.made is None
+    assert out.logits.float().late.made is None
     assert (
         torch.equal(out.logits[..., :-1, :], wanted[..., :-1, :])
         and out.logits.shape == wanted.shape
     )
     fresh = model(ids, labels=ids)
-    assert torch.equal(torch.argmax(fresh.logits, -1), wanted.argmax(-1))
+    assert torch.equal(fresh.logits, wanted)
     assert torch.equal(torch.nn.functional.log_softmax(fresh.logits, -1), wanted.log_softmax(-1))
     assert model(ids, labels=ids, return_dict=False)[1].shape == wanted.shape
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), (
@@ -194,7 +194,7 @@ def test_late_logits_are_found_by_what_looks_for_tensors():
     model, ids, passed = loss_alone(tiny()), tokens(), []
     out = model(ids, labels=ids, use_cache=False)
     leaves, spec = torch.utils._pytree.tree_flatten(out)
-    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves) and out.logits.late.source.made is None
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves) and out.logits.late.made is None
     for leaf in leaves:
         leaf.register_hook(passed.append)
     again = torch.utils._pytree.tree_unflatten([leaf * 1 for leaf in leaves], spec)
