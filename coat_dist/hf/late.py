@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from .. import flow
 from ..flow.core.weights import weight_changes
 from ..flow.function import version_of
-from .modules import ONE
+from .modules import ONE, opaque
 
 __all__ = ["LogitsOnRead", "MakeLate", "Pass", "forward", "parameters"]
 
@@ -72,6 +72,7 @@ class LogitsOnRead(torch.Tensor):
         return self
 
     @classmethod
+    @opaque
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -100,7 +101,7 @@ class LogitsOnRead(torch.Tensor):
         if late is not None and function is _ATEN.detach.default:
             return cls(late)
         if late is not None and not late.has_values():
-            out = late.record(function, args[1:], kwargs)
+            out = late.record(function, args, kwargs)
             if isinstance(out, list):
                 return [cls(part) for part in out]
             if out is not None:
@@ -209,11 +210,11 @@ class _Late:
     def has_values(self) -> bool:
         return self.made is not None or (self.base is not None and self.base.has_values())
 
-    def record(self, function: Any, rest: tuple, options: dict[str, Any]) -> Any:
+    def record(self, function: Any, args: tuple, options: dict[str, Any]) -> Any:
         """The late logits that an operation makes of these: this object where it changes them in
         place, a list where it makes several. None where it needs values.
         """
-        last = len(self.shape) - 1
+        rest, last = args[1:], len(self.shape) - 1
         if function in _DIMENSION:
             place = _DIMENSION[function]
             dim = rest[place] if len(rest) > place else 0
@@ -241,6 +242,9 @@ class _Late:
         elif function in _SCALING:
             other = getattr(rest[0], "late", None)
             if other is not None and other.rows is self.rows and not other.has_values():
+                # Steps cannot tell a factor that is a constant to autograd.
+                if rest[0].requires_grad is not args[0].requires_grad:
+                    return None
                 rest = (other.steps,)
             elif not _is_factor(rest[0]):
                 return None
@@ -305,13 +309,12 @@ def _compute(logits: LogitsOnRead, work: Callable[..., torch.Tensor]) -> torch.T
 
 def _made_by(node: Any) -> Any:
     """The :class:`MakeLate` with which a graph of recorded operations begins."""
-    if isinstance(node, MakeLate._backward_cls):
-        return node
-    # No function in Python is recorded, such as that by which DDP sees backward begin.
-    if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
-        return None
-    found = {_made_by(before) for before, _ in node.next_functions if before is not None}
-    return found.pop() if len(found) == 1 else None
+    while not isinstance(node, MakeLate._backward_cls):
+        # No function in Python is recorded, such as that by which DDP sees backward begin.
+        if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return node
 
 
 def _cross_entropy(
@@ -374,11 +377,12 @@ def _reduce(
     if index is not None and index.shape[:-1] != input.shape[:-1]:
         return None
     tensors = [] if index is None else [index.reshape(-1, index.shape[-1])]
+    steps = late.steps  # in backward, too, where the logits were changed since
 
     def some(
         x: torch.Tensor, weight: torch.Tensor, bias: Any, *aligned: torch.Tensor
     ) -> torch.Tensor:
-        logits = late.steps(F.linear(x, weight.to(x.dtype), bias))
+        logits = steps(F.linear(x, weight.to(x.dtype), bias))
         return function(logits, -1, *aligned, *rest, **options)
 
     def all_rows(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:

@@ -52,7 +52,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -170,11 +169,8 @@ def log_probs(
         entropies in nats, of the same shape and dtype.
 
     Raises:
-        ValueError: a temperature that is not a positive number, labels of another shape, or (on a
-            CPU) outside of the vocabulary.
+        ValueError: labels of another shape, or (on a CPU) outside of the vocabulary.
     """
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature: got {temperature}, accepted: a positive number")
 
     def instead(logits: torch.Tensor) -> Any:
         wanted = labels

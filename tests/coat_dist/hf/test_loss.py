@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
@@ -15,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow.blocks import loss as flow_loss
-from coat_dist.hf import patch_model, unpatch_model
+from coat_dist.hf import late, log_probs, patch_model, unpatch_model
 from coat_dist.hf.late import LogitsOnRead, _Late
 from tests.support import Largest
 
@@ -140,6 +141,82 @@ def test_forward_that_changes_its_logits(how, change):
     assert not model(ids, labels=ids, detach=True).loss.requires_grad
 
 
+def gathered(logits, ids):
+    return logits.gather(-1, ids[..., None]).squeeze(-1)
+
+
+def shifted(logits, ids):
+    logits = logits[:, :-1].float().contiguous()
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids[:, 1:].flatten())
+
+
+def entropy_of_rows(logits, _):
+    logs = [F.log_softmax(part, -1) for part in logits.flatten(0, 1).split(50)]
+    return torch.cat([-(each.exp() * each).sum(-1) for each in logs])
+
+
+def by_sequence(logits, ids):
+    sums = torch.stack([torch.logsumexp(row, -1) for row in logits])
+    return gathered(logits[:, -9:-1], ids[:, -8:]) - sums[:, -9:-1]
+
+
+READS = {
+    "in pieces": (
+        shifted,
+        entropy_of_rows,
+        by_sequence,
+        lambda logits, ids: gathered((logits[:, :-1] / 0.7).log_softmax(-1), ids[:, 1:]),
+        lambda logits, ids: by_sequence(logits.float().div_(0.7), ids),
+        lambda logits, _: (F.softmax(logits, -1) * logits).sum(dim=-1, keepdim=True),
+    ),
+    "whole": (
+        lambda logits, _: (F.softmax(logits, -1).detach() * logits).sum(-1),
+        lambda logits, _: (logits[:, 2:4], logits.mul_(3))[0].logsumexp(-1),
+        lambda logits, _: (logits, logits[:, 2:4].mul_(3))[0].logsumexp(-1),
+        lambda logits, ids: F.cross_entropy(logits[0], ids[0], torch.rand(512)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("how", "read"), [(how, read) for how in READS for read in READS[how]])
+def test_what_reads_logits_row_by_row_makes_them_in_pieces(how, read, monkeypatch):
+    ids, found = tokens(8), []
+    monkeypatch.setattr(late, "_PART", 512 * 16)
+    monkeypatch.setattr(flow_loss, "_BLOCK", ids.numel() * 64)
+    for change in (lambda model: model, loss_alone):
+        model = change(tiny("gemma2", vocab_size=512))
+        torch.manual_seed(0)
+        with Largest() as largest:
+            out = read(model(ids).logits, ids)
+            (out * torch.rand(out.shape)).sum().backward()
+        found.append((out.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    assert (largest.elements < ids.numel() * 512) == (how == "in pieces")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_log_probs_are_one_function_without_logits(monkeypatch):
+    ids, model, found = tokens(8), tiny("gemma2", vocab_size=512), []
+    monkeypatch.setattr(late, "_PART", 512 * 16)
+    monkeypatch.setattr(flow_loss, "_BLOCK", ids.numel() * 64)
+    logs = (model(ids).logits[:, :-1] / 0.7).log_softmax(-1)
+    wanted = gathered(logs, ids[:, 1:]), -(logs.exp() * logs).sum(-1)
+    for change in (lambda model: model, loss_alone):
+        change(model).zero_grad()
+        with Largest() as largest:
+            got = log_probs(model, ids, temperature=0.7, entropy=True)
+            (got[0] - got[1] ** 2).sum().backward()
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            assert torch.equal(log_probs(model, ids, temperature=0.7), got[0])
+            last = log_probs(model, ids, temperature=0.7, logits_to_keep=4)
+            torch.testing.assert_close(last, wanted[0][:, -3:], rtol=1e-5, atol=1e-5)
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert largest.elements < ids.numel() * 512
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"labels: got \[8, 23\], accepted: \[8, 24\], one for"):
+        log_probs(model, ids, ids[:, 1:])
+
+
 def test_late_logits_are_made_when_they_are_read(tmp_path):
     model, ids = tiny(), tokens()
     wanted = model(ids, labels=ids).logits
@@ -157,15 +234,15 @@ def test_late_logits_are_made_when_they_are_read(tmp_path):
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), (
         "without labels"
     )
-    late = model(ids, labels=ids).logits
-    torch.save(late.clone(), tmp_path / "logits")
+    unread = model(ids, labels=ids).logits
+    torch.save(unread.clone(), tmp_path / "logits")
     torch.optim.SGD(model.parameters()).step()
     assert torch.equal(fresh.logits.argmax(-1), wanted.argmax(-1)), "made before"
     assert torch.equal(torch.load(tmp_path / "logits"), wanted), "saved before"
     written = model(ids, labels=ids).logits
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
-    for logits in (late, late.float(), written):
+    for logits in (unread, unread.float(), written):
         with pytest.raises(
             RuntimeError, match="logits: read after an optimizer's step, .* accepted: before it"
         ):
