@@ -1,4 +1,49 @@
-"""DOC"""
+"""Late logits: a tensor of logits whose values are made when something needs them.
+
+**What is recorded.** Late logits hold the hidden states and the output layer. They record the
+operations that act on each row of logits by itself (:meth:`_Late.record`): copies, conversions of
+dtype, multiples by a number, tanh, exp, softmax, log-softmax, products of two of them, and views
+that take or reorder whole rows. The results are late logits too. Multiples in place are recorded
+where no view shares the logits.
+
+**What is answered in pieces.** Functions that make little of each row (``_REDUCE``): cross entropy,
+``gather``, ``logsumexp``, sums and the like over the vocabulary. So ``log_softmax(-1).gather(-1,
+ids)`` and entropies need no tensor of tokens times vocabulary. :func:`_cross_entropy` cuts the
+vocabulary, with the flow's kernels. :func:`_reduce` cuts the tokens: it makes the logits of some,
+applies what was recorded and the function, and makes them again in backward. Gradients go straight
+to hidden states and weight, so logits that are answered in pieces have no gradient and call no
+hooks. :func:`_made_by` makes sure that nothing between the output layer and these logits is passed
+by.
+
+**What gets values.** Any other operation, and what reads memory without an operation (``numpy``,
+``data_ptr``, pickling). :meth:`_Late.tensor` makes the values once, without gradients, by the
+recorded operations. Changes in place are made to these values. To autograd, late logits are the
+output of :class:`MakeLate`, whose backward is that of a linear layer, and recorded operations are
+what they are of any tensor. So a loss of values reaches hidden states and weights, whether values
+were read under ``no_grad`` before or not.
+
+**Why a tensor.** Late logits are a subclass of ``torch.Tensor`` and not an object that becomes a
+tensor, because everything that handles a model's result asks for tensors: DDP with a static graph
+looks for them in the output to find where backward begins, Accelerate converts them to fp32,
+reentrant checkpoints and autograd functions take gradients of tensors alone, ``torch.save`` writes
+them.
+
+**Calls of the output layer.** ZeRO-3 has gathered the weight only while the output layer runs. So
+what is computed during the model's forward is computed inside another call of the output layer
+(:meth:`_Product.compute`). Hooks of ZeRO-3 then act on this product as on the model's own, in
+backward too.
+
+**What is refused.** Values are those of the forward pass. So reading them for the first time after
+an optimizer's step, or after another change of weight or hidden states, raises an error; so does
+``logits.grad`` where the loss did not use the logits, which would silently be None. ZeRO-3 lets the
+output layer's weight go when its call ends. Reading logits later is an error that names
+``GatheredParameters``, and not a product with an empty weight. Backward through logits needs the
+weight too, and raises the same error where ZeRO-3 has not fetched it.
+
+**Two references to the hidden states.** ``ctx.hidden`` in :class:`MakeLate` has its graph, for
+answers in pieces and second derivatives. ``rows`` are detached: logits that a program detaches and
+keeps, for metrics over an epoch, hold the hidden states but no graph of the model.
+"""
 
 from __future__ import annotations
 

@@ -1,51 +1,21 @@
-"""The loss of a causal language model without its logits: output layer and cross entropy in chunks
-of the vocabulary.
+"""The loss and the log-probabilities of a causal language model without its logits.
 
 **How the loss is computed.** A model of transformers calls ``lm_head(hidden)``, may scale or cap
 the logits, calls ``loss_function(logits, labels, ...)``, and returns both loss and logits. Logits
 of a long vocabulary are the largest tensor of training: with 128 k words they take as much memory
-as eight layers. While a patched model (:class:`ChunkedLM`) that was given labels runs its own
-forward, the output layer (:class:`LossHead`) returns late logits, which hold no values. They record
-the operations that make other logits of them element by element (:func:`_is_recorded`).
-``loss_function`` (:func:`_loss`) then computes the loss of transformers' ``ForCausalLMLoss`` in
-chunks, with what was recorded, and with the labels and options of that call. Nothing else about the
-model's forward has to be known: whatever reads or changes the logits by other operations gets
-values, and a loss of values is computed by transformers' code.
+as eight layers. While a patched model (:class:`ChunkedLM`) runs its own forward, the output layer
+(:class:`LossHead`) returns late logits (``late.py``), which hold no values. transformers' own loss
+function calls ``F.cross_entropy``, which late logits answer in chunks of the vocabulary, with what
+the model did to them. Nothing else about the model's forward has to be known: an operation that
+late logits cannot answer gets values, and a loss of values is computed by transformers' code.
 
-**Two calls of the output layer.** ZeRO-3 has gathered the weight only while the output layer runs.
-So :func:`_loss` calls the layer again, with the hidden states of the first call, and the product is
-computed inside that call. Hooks of ZeRO-3 then act on this product as on the model's own, in
-backward too. Logits that are read within forward are made in the same way. An output layer on which
-a program has put hooks keeps its logits (:func:`why_plain`).
+**With labels and without.** A program that gives no labels computes something from the logits after
+forward, such as log-probabilities. It gets late logits where the output layer's weight is still
+there then, and values otherwise (:func:`_needs_values`). :func:`log_probs` needs no weight after
+forward: it has what it wants computed at the end of the model's own forward, in place of logits.
+Every wrapper of the model then sees a result like any other.
 
-**Late logits.** The result still has ``logits``, since programs read them: metrics, a second loss.
-They are a :class:`LogitsOnRead`, whose values are made by the first operation that needs them, and
-never in a program that looks at the loss alone. It is a subclass of ``torch.Tensor`` and not an
-object that becomes a tensor, because everything that handles a model's result asks for tensors:
-DDP with a static graph looks for them in the output to find where backward begins, Accelerate
-converts them to fp32, reentrant checkpoints and autograd functions take gradients of tensors alone,
-``torch.save`` writes them.
-
-**What is made when.** Nothing is made by the output layer, by ``detach``, by the operations that
-are recorded, and by the copies that accelerate and checkpoints take (``clone``, conversions of
-dtype): their results are late logits too. Any other operation, and what reads memory without an
-operation (``numpy``, ``data_ptr``, pickling), is given the values (:class:`_Late` makes them once,
-without gradients, by the recorded operations). Changes in place are made to these values. To
-autograd, late logits are the output of :class:`_MakeLate`, whose backward is that of a linear
-layer, and recorded operations are what they are of any tensor. So a loss of logits reaches hidden
-states and weights, whether values were read under ``no_grad`` before or not.
-
-**What is refused.** Values are those of the forward pass. So reading them for the first time after
-an optimizer's step, or after another change of weight or hidden states, raises an error; so does
-``logits.grad`` where the loss did not use the logits, which would silently be None.
-
-**ZeRO-3** lets the output layer's weight go when its call ends. Reading logits later is an error
-that names ``GatheredParameters``, and not a product with an empty weight. Backward through logits
-needs the weight too, and raises the same error where ZeRO-3 has not fetched it.
-
-**Two references to the hidden states.** ``ctx.hidden`` in :class:`_MakeLate` has its graph, so that
-second derivatives pass through the product of backward. ``late.hidden`` is detached: logits that a
-program keeps, for metrics over an epoch, hold the hidden states but no graph of the model.
+An output layer on which a program has put hooks keeps its logits (:func:`why_plain`).
 """
 
 from __future__ import annotations
@@ -63,7 +33,7 @@ from ..config import CoatConfigError, Problem
 from ..patching.reasons import has_plain_weight, original_class, own_code
 from .late import MakeLate, Pass, forward, parameters
 from .layer import is_fully_sharded
-from .modules import ModePatched, fits, inlined, opaque
+from .modules import ModePatched, fits, inlined, is_cached, opaque
 
 __all__ = ["ChunkedLM", "LossHead", "log_probs", "why_plain"]
 
@@ -118,8 +88,8 @@ class ChunkedLM(ModePatched):
             settings.loss == "kept",
             settings.z_loss if self.training and instead is None else 0.0,
         )
-        may_read_later = labels is None and instead is None
-        forward.now = None if may_read_later and _is_gathered(self) else now
+        of_values = labels is None and instead is None and _needs_values(self, args, kwargs)
+        forward.now = None if of_values else now
         forward.instead = None
         try:
             out = plain(self, *args, **kwargs)
@@ -218,8 +188,11 @@ def _loss(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     return plain(*args, **kwargs)
 
 
-def _is_gathered(model: Any) -> bool:
-    """Whether ZeRO-3 or FSDP2 gathers the output layer's weight for the forward alone."""
-    if hasattr(model.lm_head.weight, "ds_id"):
+@opaque
+def _needs_values(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether logits are made in forward, though nothing says what for: in generation, which reads
+    them at once, and where ZeRO-3 or FSDP2 gathers the weight for the forward alone.
+    """
+    if is_cached(model, args, kwargs) or hasattr(model.lm_head.weight, "ds_id"):
         return True
     return any(is_fully_sharded(module.__class__) for module in model.modules())
