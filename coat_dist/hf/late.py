@@ -12,7 +12,7 @@ ids)`` and entropies need no tensor of tokens times vocabulary. :func:`_cross_en
 vocabulary, with the flow's kernels. :func:`_reduce` cuts the tokens: it makes the logits of some,
 applies what was recorded and the function, and makes them again in backward. Gradients go straight
 to hidden states and weight, so logits that are answered in pieces have no gradient and call no
-hooks. :func:`_made_by` makes sure that nothing between the output layer and these logits is passed
+hooks. :func:`_hidden` makes sure that nothing between the output layer and these logits is passed
 by.
 
 **What gets values.** Any other operation, and what reads memory without an operation (``numpy``,
@@ -78,6 +78,8 @@ class Pass:
         """The output layer, or None where it returns values."""
         self.options: dict[str, Any] = {"keep": keep, "z_loss": z_loss}
         """Of :func:`coat_dist.flow.linear_cross_entropy`."""
+        self.hidden: dict[_Product, torch.Tensor] = {}
+        """The hidden states with their graph, by calls of the output layer."""
         self.work: Callable[..., Any] | None = None
         """What the output layer is to compute in its next call."""
         self.why: str | None = "logits that the forward reads, or a loss without them"
@@ -342,24 +344,27 @@ def _compute(logits: LogitsOnRead, work: Callable[..., torch.Tensor]) -> torch.T
     """``work(x, weight, bias)`` for the rows of late logits, with the graph that the logits have.
     None where that has more in it than recorded operations.
     """
-    late = logits.late
-    hidden, has_graph = late.rows, torch.is_grad_enabled() and logits.requires_grad
+    late, now = logits.late, forward.now
+    rows, has_graph = late.rows, torch.is_grad_enabled() and logits.requires_grad
     if has_graph:
-        node = _made_by(logits.grad_fn)
-        if node is None:
+        # During forward, ZeRO-3 puts functions between, and its hooks see the call that follows.
+        hidden = None if now is None else now.hidden.get(late.product)
+        if hidden is None:
+            hidden = _hidden(logits.grad_fn)
+        if hidden is None:
             return None
-        hidden = late.path(node.hidden)
-    return late.product.compute(hidden.reshape(-1, hidden.shape[-1]), work, has_graph)
+        rows = late.path(hidden)
+    return late.product.compute(rows.reshape(-1, rows.shape[-1]), work, has_graph)
 
 
-def _made_by(node: Any) -> Any:
-    """The :class:`MakeLate` with which a graph of recorded operations begins."""
+def _hidden(node: Any) -> torch.Tensor | None:
+    """The hidden states of the :class:`MakeLate` with which a graph of recorded operations begins."""
     while not isinstance(node, MakeLate._backward_cls):
         # No function in Python is recorded, such as that by which DDP sees backward begin.
         if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
             return None
         node = next((before for before, _ in node.next_functions if before is not None), None)
-    return node
+    return node.hidden
 
 
 def _cross_entropy(

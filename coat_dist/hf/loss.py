@@ -180,7 +180,9 @@ class LossHead(ModePatched):
             return now.work(x, *parameters(self, x.dtype))
         if not (fits(x) and has_plain_weight(self)):
             return plain(self, x)
-        return MakeLate.apply(x, self.weight, self.bias, self)
+        logits = MakeLate.apply(x, self.weight, self.bias, self)
+        now.hidden[logits.late.product] = x
+        return logits
 
 
 @opaque
