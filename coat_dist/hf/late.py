@@ -181,6 +181,9 @@ class _Steps(tuple[_Step, ...]):
                 out = function(out, *given, **options)
         return out
 
+    def then(self, function: Any, rest: tuple, options: Any = None) -> _Steps:
+        return _Steps((*self, _Step(function, rest, options or {})))
+
 
 class _Product:
     """A call of the output layer."""
@@ -280,7 +283,7 @@ class _Late:
         if function in _IN_PLACE:
             if self.base is not None or self.views or not _is_factor(rest[0]):
                 return None
-            self.steps = _Steps((*self.steps, _Step(_IN_PLACE[function], rest, options)))
+            self.steps = self.steps.then(_IN_PLACE[function], rest)
             return self
         if function in _SOFTMAX:
             if rest[0] % len(self.shape) != last:
@@ -300,13 +303,11 @@ class _Late:
                 return None
         elif function not in _ELEMENTWISE:
             return None
-        steps = _Steps((*self.steps, _Step(function, rest, options)))
-        return _Late(self.product, self.path, self.rows, steps)
+        return _Late(self.product, self.path, self.rows, self.steps.then(function, rest, options))
 
     def _view(self, function: Any, *rest: Any) -> _Late:
-        step = _Step(function, rest, {})
-        path, rows = _Steps((*self.path, step)), _Steps((step,))(self.rows)
-        view = _Late(self.product, path, rows, self.steps, self)
+        rows = _Steps().then(function, rest)(self.rows)
+        view = _Late(self.product, self.path.then(function, rest), rows, self.steps, self)
         self.views.add(view)
         return view
 
@@ -357,9 +358,10 @@ def _compute(logits: LogitsOnRead, work: Callable[..., torch.Tensor]) -> torch.T
     return late.product.compute(rows.reshape(-1, rows.shape[-1]), work, has_graph)
 
 
-def _hidden(node: Any) -> torch.Tensor | None:
-    """The hidden states of the :class:`MakeLate` with which a graph of recorded operations begins."""
-    while not isinstance(node, MakeLate._backward_cls):
+def _hidden(node: Any) -> Any:
+    """The hidden states with their graph, which a graph of recorded operations begins with."""
+    made: Any = MakeLate._backward_cls
+    while not isinstance(node, made):
         # No function in Python is recorded, such as that by which DDP sees backward begin.
         if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
             return None
