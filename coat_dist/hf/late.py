@@ -190,6 +190,7 @@ class _Product:
 
     def __init__(self, hidden: torch.Tensor, head: Any) -> None:
         self.hidden, self.head = hidden, head
+        self.wide: torch.Tensor | None = None
         self.seen = self._state()
 
     def _state(self) -> tuple:
@@ -213,6 +214,14 @@ class _Product:
                 "deepspeed.zero.GatheredParameters of "
                 'lm_head, or "coat": {"activation": {"loss": "plain"}}'
             )
+
+    def widened(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight in fp32, one copy for all that is answered in pieces: autograd then sums in
+        fp32 what each piece adds to the gradient.
+        """
+        if self.wide is None:
+            self.wide = weight.float()
+        return self.wide
 
     def compute(
         self, hidden: torch.Tensor, work: Callable[..., Any], has_graph: bool
@@ -439,7 +448,7 @@ def _reduce(
 
     def all_rows(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         if torch.is_grad_enabled():
-            weight = weight.float()  # so that autograd sums in fp32 what each part adds
+            weight = late.product.widened(weight)
         size = max(1, _PART // len(weight))
         parts = zip(*(t.split(size) for t in (x, *tensors)), strict=True)
         return torch.cat([_recomputed(some, x, weight, bias, *aligned) for x, *aligned in parts])
