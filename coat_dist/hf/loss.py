@@ -20,6 +20,7 @@ An output layer on which a program has put hooks keeps its logits (:func:`why_pl
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,15 @@ def why_plain(model: Any) -> str | None:
 
 class ChunkedLM(ModePatched):
     """A causal language model that computes its loss in chunks."""
+
+    @property
+    @opaque
+    def loss_function(self: Any) -> Callable[..., Any]:
+        return functools.partial(_loss, self.coat_original.loss_function.fget(self))
+
+    @loss_function.setter
+    def loss_function(self: Any, value: Any) -> None:
+        self.coat_original.loss_function.fset(self, value)
 
     def coat_check_z_loss(self: Any) -> None:
         """Raises CoatConfigError where a loss that was computed by the model's own code lacks
@@ -173,6 +183,11 @@ class LossHead(ModePatched):
         logits = MakeLate.apply(x, self.weight, self.bias, self)
         now.hidden[logits.late.product] = x
         return logits
+
+
+@opaque
+def _loss(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return plain(*args, **kwargs)
 
 
 @opaque

@@ -217,7 +217,7 @@ def test_late_logits_are_made_when_they_are_read(tmp_path):
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), (
         "without labels"
     )
-    assert type(model(ids, cache=DynamicCache()).logits) is torch.Tensor, "generation"
+    assert type(model(ids, past_key_values=DynamicCache()).logits) is torch.Tensor, "generation"
     unread = model(ids, labels=ids).logits
     torch.save(unread.clone(), tmp_path / "logits")
     torch.optim.SGD(model.parameters()).step()
