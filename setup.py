@@ -14,7 +14,7 @@ REQUIRES = [
     "packaging>=23",
 ]
 DEEPSPEED = ["deepspeed>=0.19.8,<0.20", "hjson>=3"]
-HF = ["transformers>=4.56,<6", "accelerate>=1,<2"]
+HF = ["transformers>=4.56,<6", "accelerate>=1,<2", "peft>=0.21,<1"]
 MEGATRON = ["megatron-core>=0.14,<0.17"]
 TRAIN = [
     *DEEPSPEED,
@@ -39,7 +39,6 @@ EXTRAS = {
     "dev": [
         *HF,
         *TRAIN,
-        "peft>=0.21,<1",
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
         "hypothesis>=6.100,<7",

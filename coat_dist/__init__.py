@@ -17,6 +17,7 @@ __all__ = [
     "CoatAdamW",
     "CoatConfig",
     "CoatConfigError",
+    "FrozenWeightsConfig",
     "convert_to_universal",
     "initialize",
     "log_probs",
@@ -40,4 +41,8 @@ def __getattr__(name: str) -> Any:
         from . import hf
 
         return getattr(hf, name)
+    if name == "FrozenWeightsConfig":
+        from .hf.load import FrozenWeightsConfig
+
+        return FrozenWeightsConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

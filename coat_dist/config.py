@@ -29,7 +29,6 @@ __all__ = [
     "OptimizerConfig",
     "explain",
     "load_json",
-    "look_up",
     "refuse",
 ]
 __all__ += ["COMMENTS", "Problem", "decode_base64", "misspells_coat", "without_comments"]
@@ -156,8 +155,8 @@ class ActivationConfig(_Block):
     change, 1 byte a parameter and rank. Other weights are quantized on every use.
     """
     frozen_weights: Literal["bf16", "fp8"] = "bf16"
-    """Weights that never train of linears in the flow, as under LoRA: leave them as they are, or
-    ("fp8") keep FP8 codes alone, 1 byte a parameter.
+    """Weights that never train of linears and experts in the flow, as under LoRA: leave them as
+    they are, or ("fp8") keep FP8 codes alone, 1 byte a parameter.
     """
     wgrad: Literal["grad", "main_grad"] = "grad"
     """Weight gradients: given to autograd, or added to ``weight.main_grad``
@@ -305,15 +304,10 @@ def misspells_coat(key: Any, block: Any) -> bool:
         return False
     if letters.startswith("coat") or sorted(letters) == sorted("coat"):
         return True
-    near = (
-        difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75
-        and abs(len(letters) - 4) <= 1
-    )
-    return (
-        near
-        and isinstance(block, Mapping)
-        and (not block or bool({*block} & {*CoatConfig.model_fields}))
-    )
+    near = difflib.SequenceMatcher(None, letters, "coat").ratio() >= 0.75
+    if not near or not isinstance(block, Mapping):
+        return False
+    return not block or not block.keys().isdisjoint(CoatConfig.model_fields)
 
 
 def load_json(config: str | os.PathLike | Mapping[str, Any]) -> dict[str, Any]:
@@ -378,14 +372,3 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             refuse("config", f"key {key!r} is given twice", "once")
         seen[key] = value
     return seen
-
-
-def look_up(config: Any, key: str) -> Any:
-    """The value at a dotted key such as ``"zero_optimization.stage"``; None where a part of the
-    way is missing.
-    """
-    for part in key.split("."):
-        if not isinstance(config, Mapping):
-            return None
-        config = config.get(part)
-    return config

@@ -12,7 +12,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from .config import ActivationConfig, OptimizerConfig, misspells_coat
 from .config_errors import Problem, got
@@ -32,8 +32,6 @@ _READ_BY_KEY = (
     "flops_profiler",
 )
 """Blocks that DeepSpeed reads key by key."""
-_MODELS = {"zero_optimization": "zero_config", "fp16": "float16_config", "bf16": "bfloat16_config"}
-"""Blocks that are classes of pydantic, and what DeepSpeed's configuration calls them."""
 _READ_ELSEWHERE = (
     "data_parallel_size",  # by deepspeed.initialize
     "sequence_parallel_size",
@@ -88,17 +86,9 @@ def known_keys() -> dict[str, dict[str, type]]:
     for name in ("optimizer", "scheduler"):
         blocks[name]["type"] = ""
     top = _RecordingConfig({"train_micro_batch_size_per_gpu": 1, **blocks})
-    made = DeepSpeedConfig(top)
+    DeepSpeedConfig(top)
     found = {"": top.asked} | {name: block.asked for name, block in blocks.items()}
-    found["optimizer"]["params"] = dict
     found[""] |= dict.fromkeys(_READ_ELSEWHERE, object)
-    found[""] |= dict.fromkeys((*_READ_BY_KEY, *_MODELS, "tensor_parallel"), dict)
-    for name, attribute in _MODELS.items():
-        found[name] = {}
-        for key, field in type(getattr(made, attribute)).model_fields.items():
-            types = get_args(field.annotation) or (field.annotation,)
-            kind = bool if {*types} <= {bool, type(None)} else object
-            found[name] |= {key: kind, field.alias or key: kind}
     return found
 
 
@@ -123,14 +113,14 @@ def unknown(entries: Entries, compressed: bool) -> Iterator[Problem]:
             accepted = ", ".join(sorted(fields)) if owner else 'DeepSpeed\'s keys, "coat"'
             meant = _suggestion(owner, key, fields)
             yield Problem(name, f"unknown key{meant}", f'{accepted}, a comment "_{key}"')
-        elif fields[key] is dict and not isinstance(value, Mapping):
-            yield Problem(name, got(value), "an object with its settings")
         elif fields[key] is bool and (isinstance(value, str) or value not in (True, False, None)):
             yield Problem(name, got(value), "true or false")
 
 
 def _suggestion(owner: str, key: str, fields: Iterable[str]) -> str:
-    places = {one: f"zero_optimization.{one}" for one in known_keys()["zero_optimization"]}
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    places = {one: f"zero_optimization.{one}" for one in DeepSpeedZeroConfig.model_fields}
     for place, keys in _PLACES:
         places |= {one: f"{place}.{one}" for one in keys}
     written = key.lower().replace("-", "_").replace(" ", "_")

@@ -27,6 +27,7 @@ __all__ = [
     "attempt",
     "check_same_on_all_ranks",
     "gather",
+    "leaves",
     "of_another_rank",
     "on_first_ranks",
     "on_rank_0",
@@ -233,7 +234,7 @@ def check_same_on_all_ranks(values: Mapping[str, Any]) -> None:
     nodes.meet(list(places))
     if len(set(digests)) == 1:
         return
-    wrong = _differing(gather(dict(_leaves("", json.loads(text)))))
+    wrong = _differing(gather(dict(leaves("", json.loads(text)))))
     lines = [f"{key}: {who}" for key, who in wrong]
     lines = _some(lines, _SHOWN_KEYS)
     raise CoatConfigError("ranks were started differently: " + "; ".join(lines))
@@ -243,13 +244,13 @@ _SHOWN_KEYS, _SHOWN_CHARACTERS, _SHOWN_VALUES = 8, 120, 4
 """Of an error: keys that are named, characters of each value, and values of each key."""
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+def leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
     """Dotted keys of a JSON value, each with its value as text. Lists are one value, but for those
     that hold lists or objects: their entries are ``key[0]`` and so on.
     """
-    if isinstance(value, dict) and value:
+    if isinstance(value, Mapping) and value:
         for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}" if key else name, inner)
+            yield from leaves(f"{key}.{name}" if key else name, inner)
     elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
         yield from ((f"{key}[{i}]", json.dumps(inner)) for i, inner in enumerate(value))
     else:

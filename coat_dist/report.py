@@ -1,18 +1,16 @@
 """``python -m coat_dist.report``: versions, GPUs, which FP8 paths are active, and what is wrong
 with the installation.
 
-Exit status 0, 1 where a problem (not a mere warning) was found, or 2 for an argument: it takes
-none.
+Exit status 0, or 1 where a problem (not a mere warning) was found.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
@@ -80,17 +78,12 @@ def paths() -> dict[str, str]:
     from coat_dist.devices import has_fp8
     from coat_dist.ops.dispatch import use_kernels
 
-    if not torch.cuda.is_available():
-        return dict.fromkeys(PARTS, "definition in plain torch (no GPU)")
-    first = torch.empty(0, device="cuda")
+    first = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
     return paths_with(use_kernels(first), has_fp8(first))
 
 
-PARTS = ("optimizer step", "quantization", "FP8 GEMM")
-
-
 def paths_with(kernels: bool, fp8: bool) -> dict[str, str]:
-    """:func:`paths` on a GPU that runs kernels, and has FP8 instructions, or not."""
+    """:func:`paths` on a device that runs kernels, and has FP8 instructions, or not."""
     if not kernels:
         step, gemm = "definition in plain torch", "definition: fp64 sums"
     elif fp8:
@@ -98,7 +91,7 @@ def paths_with(kernels: bool, fp8: bool) -> dict[str, str]:
     else:
         step = "Triton kernel, FP8 conversion by integer arithmetic"
         gemm = "BF16 products of the codes: no FP8 tensor cores"
-    return dict(zip(PARTS, (step, step, gemm), strict=True))
+    return {"optimizer step": step, "quantization": step, "FP8 GEMM": gemm}
 
 
 def lines() -> Iterator[str]:
@@ -108,26 +101,19 @@ def lines() -> Iterator[str]:
     yield f"python          {platform.python_version()} on {platform.system()} {platform.machine()}"
     for name, version in versions().items():
         yield f"{name:<15} {version or '-'}"
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            p = torch.cuda.get_device_properties(i)
-            yield (
-                f"GPU {i:<11} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability "
-                f"{p.major}.{p.minor}"
-            )
-    else:
-        yield "GPU             none"
+    yield f"GPUs            {torch.cuda.device_count()}"
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        yield (
+            f"GPU {i:<11} {p.name}, {p.total_memory / 2**30:.0f} GiB, compute capability "
+            f"{p.major}.{p.minor}"
+        )
     for part, path in paths().items():
         yield f"{part:<15} {path}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Print the report; the exit status."""
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(
-        prog="python -m coat_dist.report", description=__doc__, formatter_class=raw
-    )
-    p.parse_args(argv)
     findings = list(check())
     for line in (*lines(), *(f"{level.upper()}: {text}" for level, text in findings)):
         print(line)

@@ -83,9 +83,8 @@ class Settings:
         return cls(config, coat, problems, source, entries, values)
 
     def changed(self, **blocks: Any) -> Settings:
-        """The same with other top-level keys of DeepSpeed, and with ``coat=`` another block."""
-        coat = blocks.pop("coat", self.coat)
-        return self._made({**self.config, **blocks}, coat, self.problems, self.source)
+        """The same with other top-level keys of DeepSpeed."""
+        return self._made({**self.config, **blocks}, self.coat, self.problems, self.source)
 
     def _with_remainders(self) -> Settings:
         """Add 16-bit remainders where the configuration offloads states and does not mention master
@@ -105,13 +104,9 @@ class Settings:
             or any(one is not None for one in said)
         ):
             return self
-        option = {"master_weights": "bf16_remainder"}
         bf16 = {**self.values["bf16"], **dict.fromkeys(keys, True)}
-        if coat is not None and "optimizer" in coat.model_fields_set:
-            own = coat.optimizer.model_copy(update=option)
-            return self.changed(bf16=bf16, coat=coat.model_copy(update={"optimizer": own}))
-        optimizer = {**self.config["optimizer"], "params": {**params, **option}}
-        return self.changed(bf16=bf16, optimizer=optimizer)
+        params = {**params, "master_weights": "bf16_remainder"}
+        return self.changed(bf16=bf16, optimizer={**self.config["optimizer"], "params": params})
 
     @property
     def asked(self) -> bool:
@@ -291,7 +286,7 @@ def _wrong_params(given: Mapping[str, Any], facts: Facts) -> list[Problem]:
     """What is wrong in ``optimizer.params``: options in two places, or else the first wrong
     value.
     """
-    own = facts.coat.optimizer.model_dump() if facts.coat is not None and facts.block else {}
+    own = facts.coat.optimizer.model_dump(exclude_unset=True) if facts.coat is not None else {}
     params = {name: value for name, value in given.items() if name not in OF_ADAM}
     key = "optimizer.params."
     if twice := params.keys() & own.keys():
@@ -334,10 +329,6 @@ def _refused(rows: Iterable[Row], facts: Facts) -> Iterator[Problem]:
                 yield Problem(row.key, got(value), row.accepted.format(f=facts))
 
 
-def _is_size(value: Any) -> bool:
-    return value is None or (type(value) is int and value >= 1)
-
-
 OFF = (None, False)
 ON_GPU = (None, "none")
 _REMAINDER = 'master_weights "bf16_remainder"'
@@ -354,9 +345,6 @@ _LATE = "with pipeline stages (gradients are reduced after the last micro-batch)
 TYPES = (
     # DeepSpeed takes "3" for 3; the rows below compare.
     Row(f"{ZERO}.stage", lambda v: not isinstance(v, str | bool), "0, 1, 2 or 3"),
-    Row("gradient_accumulation_steps", _is_size, "an integer >= 1"),
-    Row("train_batch_size", _is_size, "an integer >= 1"),
-    Row("train_micro_batch_size_per_gpu", _is_size, "an integer >= 1"),
     # DeepSpeed does not clip by what is negative or no number.
     Row(
         "gradient_clipping",
@@ -458,7 +446,6 @@ ROWS = (
     # Weights and remainders are one master weight, on one device.
     Row(f"{ZERO}.offload_param.device", ON_GPU, f'"none" with {_REMAINDER}', "remainder"),
     Row(f"{ZERO}.cpu_offload_param", OFF, f"false with {_REMAINDER}", "remainder"),
-    Row(f"{ZERO}.cpu_offload_params", OFF, f"false with {_REMAINDER}", "remainder"),
     Row("fp16.enabled", OFF, "false with coat.activation.enabled: the flow runs in bf16", "flow"),
     Row(
         "expert_parallel.enabled",

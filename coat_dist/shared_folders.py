@@ -12,7 +12,7 @@ from pathlib import Path
 from .nodes import by_node, my_place
 from .ranks import gather, rank_and_world, say_ranks
 
-__all__ = ["check_there", "nodes_of_ranks", "sharing"]
+__all__ = ["check_shared", "check_there", "nodes_of_ranks", "sharing"]
 
 PATIENCE = 3.0
 """Seconds that a file of another host has to appear: network file systems cache names for a
@@ -65,6 +65,17 @@ def _look(folder: Path, names: dict[int, str]) -> list[int]:
         if len(found) == len(names) or time.monotonic() > end:
             return found
         time.sleep(0.1)
+
+
+def check_shared(folder: Path, option: str, error: type[Exception]) -> None:
+    """Raise on every rank if nodes find different folders under a path; collective."""
+    shared = sharing(folder, nodes_of_ranks())
+    if len(shared) > 1:
+        who = " and ".join(say_ranks(ranks) for ranks in shared)
+        raise error(
+            f"{option}: got {folder}, which {who} do not share, accepted: a folder that all nodes "
+            "share"
+        )
 
 
 def check_there(folder: Path, option: str, error: type[Exception]) -> None:

@@ -2,6 +2,7 @@
 
     python examples/fine_tuning.py
     deepspeed --num_gpus 2 examples/fine_tuning.py
+    python examples/fine_tuning.py --lora 32 --steps 800
 
 Needs TRL: pip install '/path/to/coat_dist[trl]'. Start it from the root of this repository:
 examples/trainer.json, which names the optimizer and has the "coat" block, is read from there.
@@ -10,6 +11,10 @@ The model begins with random weights. It learns from generated conversations, in
 answers questions about arithmetic by calls of a tool; the loss is of the assistant's tokens only.
 transformers then loads the saved model, which is asked questions that it has not seen, with the
 calculator run for it. Two ranks take three minutes on two CPU cores.
+
+With --lora the linears stay as they are, in FP8 codes, and adapters of PEFT learn, together with
+embeddings and head. Their base is loaded as codes, as a large one would be; the adapters are merged
+into a base that is loaded in full.
 """
 
 import argparse
@@ -22,12 +27,14 @@ import re
 import tempfile
 
 import datasets
+import peft
 import tokenizers
 import torch
 import transformers
 import trl
 
-import coat_dist  # noqa: F401  from here on, deepspeed.initialize honours the "coat" block, and the Trainer calls it
+# From here on, deepspeed.initialize honours the "coat" block, and the Trainer calls it.
+import coat_dist
 
 WORDS = {"plus": "+", "minus": "-", "times": "*"}
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -142,6 +149,7 @@ def answer(model, tokenizer, chats: list[list[dict]]) -> None:
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=500, help="optimizer steps")
+parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank")
 parser.add_argument("--questions", type=int, default=150, help="how many are asked")
 parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
 args = parser.parse_args()
@@ -168,11 +176,28 @@ model = transformers.LlamaForCausalLM(
 )
 datasets.disable_progress_bars()
 output = tempfile.TemporaryDirectory()
+with open("examples/trainer.json") as file:
+    config = json.load(file)
+adapters = None
+if args.lora:
+    config["coat"]["activation"]["frozen_weights"] = "fp8"
+    base = f"{output.name}/base"
+    model.save_pretrained(base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=coat_dist.FrozenWeightsConfig(config)
+    )
+    adapters = peft.LoraConfig(
+        r=args.lora,
+        lora_alpha=2 * args.lora,
+        target_modules="all-linear",
+        modules_to_save=["embed_tokens", "lm_head"],
+        task_type="CAUSAL_LM",
+    )
 trainer = trl.SFTTrainer(
     model,
     trl.SFTConfig(
         output.name,
-        deepspeed="examples/trainer.json",
+        deepspeed=config,
         assistant_only_loss=True,
         max_length=256,
         gradient_checkpointing=False,  # activations are in 8 bits
@@ -192,6 +217,7 @@ trainer = trl.SFTTrainer(
         [{"messages": chat, "tools": json.dumps(TOOLS)} for chat in trained]
     ),
     processing_class=tokenizer,
+    peft_config=adapters,
 )
 trainer.train()
 trainer.save_model()
@@ -200,8 +226,11 @@ if trainer.is_world_process_zero():
     for entry in trainer.state.log_history:
         if "loss" in entry:
             print(f"step {entry['step']}: loss {entry['loss']:.4f}")
-    print(model.coat_patch_report)  # which layers run in FP8, which stay BF16, and why
-    saved = transformers.AutoModelForCausalLM.from_pretrained(output.name, dtype=torch.float32)
+    print(trainer.model.coat_patch_report)  # which layers run in FP8, which stay BF16, and why
+    whole = base if args.lora else output.name
+    saved = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    if args.lora:
+        saved = peft.PeftModel.from_pretrained(saved, output.name).merge_and_unload()
     asked = [chat[:1] for chat in held_out]
     answer(saved, transformers.AutoTokenizer.from_pretrained(output.name), asked)
     for message in asked[-1]:

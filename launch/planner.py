@@ -49,6 +49,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
         )
     if args.library == "transformers" and (tp := args.tensor_parallel) > 1:
         problems.append(f"--tensor-parallel: got {tp}, accepted: 1 with --library transformers")
+    if args.library != "transformers" and args.lora:
+        problems.append(f"--lora: got {args.lora}, accepted: it with --library transformers")
     if problems:
         raise CoatConfigError("\n".join(problems))
     overrides = list(args.model_override)
@@ -72,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Any, Any]:
     if args.library == "transformers":
         from launch.memory.library import read_model, read_settings  # late: transformers
 
-        library, model, note = read_model(args.model, args.seq_length)
+        library, model, note = read_model(args.model, args.seq_length, args.lora)
         configuration = read_settings(configuration, model.hidden_size)
     else:
         model, weights = initial_weights(options)

@@ -73,7 +73,7 @@ def prepare(args: PrepareOptions) -> dict[str, Any]:
         DataError: names the argument, what was given and what is accepted.
     """
     # Brings torch, which workers do not need.
-    from coat_dist.checkpoint.write.lock import locked_folder
+    from launch.common.lock import locked_folder
 
     for name in ("input", "output", "tokenizer"):
         if not getattr(args, name):

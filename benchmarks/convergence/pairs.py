@@ -158,11 +158,7 @@ def settings(a: argparse.Namespace, text: dict[str, Any]) -> dict[str, Any]:
 def llama(s: dict[str, Any]) -> Any:
     """An untrained model, in fp32 on the CPU: its numbers are the same for every device."""
     import transformers
-    from transformers.models.llama import modeling_llama
 
-    # None means causal attention over whole rows, and rows are whole. transformers waits for the
-    # GPU to find that out; in a capture it makes a mask instead, which takes another kernel.
-    modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # type: ignore[assignment]
     config = transformers.LlamaConfig(  # type: ignore[call-arg]
         vocab_size=s["vocabulary"],
         hidden_size=s["hidden"],
@@ -487,6 +483,11 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 def serve(pipe: Any) -> None:
     """A process that trains one run after the other; ends with its parent."""
+    from transformers.models.llama import modeling_llama
+
+    # None means causal attention over whole rows, and rows are whole. transformers waits for the
+    # GPU to find that out; in a capture it makes a mask instead, which takes another kernel.
+    modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # type: ignore[assignment]
     while True:
         try:
             job = pipe.recv()

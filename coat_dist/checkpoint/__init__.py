@@ -20,5 +20,5 @@ Universal checkpoints, for another layout (ZeRO stage, numbers of ranks, optimiz
 fits an engine, and fills it.
 
 ``zero_partitions`` says where a parameter lies in ZeRO's memory, ``names`` what a rank's parameter
-is called in the whole model. ``write.lock`` keeps two programs from writing into one folder.
+is called in the whole model.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optim import CoatAdamW
-from ..ranks import Team, gather, rank_and_world, share
+from ..ranks import Team, gather, leaves, rank_and_world, share
 from .names import divided_experts, info_of, place_in_pipeline
 from .write.durable import walk
 
@@ -213,22 +213,19 @@ def _read(path: Path, checksums: bool = True, sync: bool = False) -> list[int] |
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """A line for every value in which two nested mappings differ, by dotted key."""
-    old, new, found = _flat(saved), _flat(current), {}
+    """A line for every value in which two nested mappings differ, by dotted key. What is absent is
+    as what is None: "nothing".
+    """
+    old, new, found = _texts(saved), _texts(current), {}
     for key in dict.fromkeys([*old, *new]):
-        if old.get(key) != new.get(key):
-            given, now = (
-                "nothing" if value is None else repr(value)
-                for value in (old.get(key), new.get(key))
-            )
+        given, now = old.get(key, _NOTHING), new.get(key, _NOTHING)
+        if given != now:
             found[key] = f"{key}: checkpoint has {given}, this run has {now}"
     return found
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {prefix: list(value) if isinstance(value, tuple) else value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return found
+_NOTHING = "nothing"
+
+
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {key: _NOTHING if text == "null" else text for key, text in leaves("", values)}

@@ -11,20 +11,19 @@ own. Every file is flushed to disk and listed with size and checksum in ``manife
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..flow.core.frozen import digest_of
 from ..ranks import gather, of_another_rank, rank_and_world
-from .manifest import FORMAT, MANIFEST, TEAM, CheckpointError, describe, sync_files
+from ..shared_folders import check_shared
+from .manifest import FORMAT, TEAM, CheckpointError, describe, sync_files
 from .names import info_of
 from .write.durable import make_folder, write_text
 from .write.engine_writes import Writes, watch_writes
@@ -56,11 +55,6 @@ _DEEPSPEED_KEYS = frozenset(
 )
 """What DeepSpeed writes into the model's file. client_state comes last: such a key would replace
 DeepSpeed's value.
-"""
-
-PATIENCE = 3.0
-"""Seconds that a folder of another host has to appear: network file systems cache names for a
-moment.
 """
 
 
@@ -156,29 +150,9 @@ class _Save:
         TEAM.agree(arguments)
         folder = Path(self.save_dir)
         TEAM.on_rank_0(lambda: make_folder(folder), f"cannot write {folder}")
-        begun = TEAM.on_rank_0(lambda: begin(self.final), f"cannot write {folder}")
-        TEAM.each(lambda: self._check_shared(begun), f"save_dir: got {folder}")
+        TEAM.on_rank_0(lambda: begin(self.final), f"cannot write {folder}")
+        check_shared(folder, "save_dir", CheckpointError)
         return state
-
-    def _check_shared(self, begun: float) -> None:
-        """Refuse a folder of a node's own disk: each node would keep a part of the checkpoint."""
-        end = time.monotonic() + PATIENCE
-        while self._begun() != begun:
-            if time.monotonic() > end:
-                raise CheckpointError(
-                    "not the folder of rank 0, accepted: a folder that all nodes share"
-                )
-            time.sleep(0.1)
-            with suppress(OSError):
-                os.listdir(self.save_dir)  # asks the file server; a lookup of the name may not
-
-    def _begun(self) -> float | None:
-        """When the save began whose folder this rank finds; None where it finds none."""
-        try:
-            text = (self.temporary / MANIFEST).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
-        return json.loads(text).get("begun")
 
     def write(
         self, original: Callable[..., Any], client_state: Mapping[str, Any], exclude_frozen: Any

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..checkpoint.names import divided_experts
+from ..checkpoint.names import divided_experts, info_of
 from ..checkpoint.read.load_checks import load_whole_checkpoints
 from ..checkpoint.read.native_check import check_native_loads
 from ..checkpoint.save import save_whole_checkpoints
@@ -70,13 +70,9 @@ class Built:
         """Universal checkpoints can be loaded: into CoatAdamW always, into torch's Adam and AdamW
         where asked for.
         """
-        mpu, info = (
-            getattr(engine, "mpu", None),
-            getattr(engine.module, "universal_checkpoint_info", None),
-        )
-        self.staged = mpu is not None and pipeline.stages(mpu) > 1
+        self.staged = pipeline.is_stage(engine)
         """The model is one stage of a pipeline."""
-        self.divided = info is not None and divided_experts(info)[0] > 1
+        self.divided = divided_experts(info_of(engine))[0] > 1
         """Other ranks hold other experts."""
         self.engine_reduces = hasattr(zero, "get_grads_for_reduction")
         """BF16_Optimizer, whose gradients the engine reduces."""
@@ -135,6 +131,12 @@ def refuse_training(engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """In place of methods that train, of an engine that has no optimizer."""
     given = "got 0, at which an engine with CoatAdamW only evaluates"
     refuse("zero_optimization.stage", given, "1, 2 or 3 to train")
+
+
+def make_checkpoints_whole(b: Built) -> None:
+    """Let checkpoints be written atomically, and verified before they are loaded."""
+    save_whole_checkpoints(b.engine)
+    load_whole_checkpoints(b.engine)
 
 
 def attach_for_rooms_above(b: Built) -> None:
@@ -204,18 +206,11 @@ ATTACHMENTS = (
         lambda b: accessors.answer_on_optimizer(b.zero),
     ),
     Attachment(
-        # Anywhere: nothing else is put around saving.
-        "checkpoints that are whole: saving",
+        # Before all below that add their checks to loading; nothing else is put around saving.
+        "checkpoints that are whole",
         lambda b: b.any_coat,
-        put("engine.save_checkpoint"),
-        lambda b: save_whole_checkpoints(b.engine),
-    ),
-    Attachment(
-        # Before all below that add their checks to it.
-        "checkpoints that are whole: loading",
-        lambda b: b.any_coat,
-        put("engine.load_checkpoint"),
-        lambda b: load_whole_checkpoints(b.engine),
+        put("engine.save_checkpoint", "engine.load_checkpoint"),
+        make_checkpoints_whole,
     ),
     Attachment(
         # After the places, which it compares; before the universal loader, whose check is asked
@@ -306,27 +301,15 @@ ATTACHMENTS = (
         {"zero._optimizer_step": step.step_with_copy, "zero.step": step.step_and_restore},
     ),
     Attachment(
-        # Anywhere: nothing else is put around these.
+        # Before Megatron's jobs, which wrap `step`.
         "a pipeline stage, driven by a schedule",
         lambda b: b.is_zero and b.staged,
         {
             "engine.forward": partial(pipeline.refuse_part, "forward"),
             "engine.backward": partial(pipeline.refuse_part, "backward"),
+            "engine.step": pipeline.step_reduced_gradients,
         },
         lambda b: pipeline.attach_stage(b.engine),
-    ),
-    Attachment(
-        # Anywhere: replaces nothing.
-        "a tied embedding draws the same noise on both stages",
-        lambda b: b.ours and b.staged,
-        {},
-        lambda b: pipeline.check_noise_of_tied(b.engine),
-    ),
-    Attachment(
-        # Before Megatron's jobs, which wrap `step`.
-        "a pipeline stage steps with reduced gradients",
-        lambda b: b.is_zero and b.staged,
-        {"engine.step": pipeline.step_reduced_gradients},
     ),
     Attachment(
         # Anywhere: nothing else is put around it.

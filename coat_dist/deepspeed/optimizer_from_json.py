@@ -44,7 +44,7 @@ def build_coat_adamw(
         return CoatAdamW(experts_apart(groups), **options)
 
     if listed and isinstance(listed[0], Mapping):
-        return make, _with_work(split_groups(listed), listed)
+        return make, [group for group in split_groups(listed) if _works(group)]
     # A tied weight may be listed twice.
     chosen = None if listed is None else {id(parameter_of(p)) for p in listed}
     named = [(n, p) for n, p in model.named_parameters() if chosen is None or id(p) in chosen]
@@ -58,21 +58,11 @@ def build_coat_adamw(
     return make, groups
 
 
-def _with_work(split: list[dict[str, Any]], given: list[Any]) -> list[dict[str, Any]]:
-    """Groups without the halves that have nothing to train where the whole had: ZeRO-1 and 2 cannot
-    hold a group without a trained parameter, as that of a model's norms where only its matrices are
-    trained.
+def _works(group: Mapping[str, Any]) -> bool:
+    """Whether a group has something to train. ZeRO-1 and 2 cannot hold one that has not, as that of
+    a model's norms where only its matrices are trained.
     """
-
-    def works(group: Mapping[str, Any]) -> bool:
-        return any(parameter_of(p).requires_grad for p in group["params"])
-
-    halved = {id(parameter_of(p)) for group in given if works(group) for p in group["params"]}
-    return [
-        group
-        for group in split
-        if works(group) or not any(id(parameter_of(p)) in halved for p in group["params"])
-    ]
+    return any(parameter_of(p).requires_grad for p in group["params"])
 
 
 def list_parameters(parameters: Iterable[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ from ..config import CoatConfig, CoatConfigError, refuse
 from ..optim import CoatAdamW
 from ..patching.report import check_settings
 from ..ranks import check_same_on_all_ranks, rank_and_world, say_ranks, wait_for
-from ..settings import OFFLOAD, Facts, Settings
+from ..settings import Facts, Settings
 from .heartbeat import group_timeout
 from .optimizer_from_json import build_coat_adamw, list_parameters
 from .parallel.pipeline import stages
@@ -94,11 +94,6 @@ class Request:
         def make_and_check(parameters: Any) -> Any:
             optimizer = make(parameters)
             self.check_optimizer(optimizer)
-            on_cpu = self.settings.values.get(f"{OFFLOAD}.device") == "cpu"
-            # DeepSpeed, which is being built, would step there.
-            if on_cpu and not self.facts.hosted and isinstance(optimizer, CoatAdamW):
-                accepted = '"none" with a callable, or "optimizer.type": "CoatAdamW"'
-                refuse(f"{OFFLOAD}.device", 'got "cpu"', accepted)
             self.settings.check(tp=self.facts.tp, optimizer=optimizer)
             return optimizer
 
@@ -197,7 +192,7 @@ def _check_type(facts: Facts, coat: CoatConfig, given: Mapping[str, Any]) -> Non
         # The Trainer of transformers evaluates with ZeRO-3 by leaving the block and taking
         # "optimizer" out.
         evaluates = "optimizer" not in facts.values and "model_parameters" not in given
-        if facts.stage in (1, 2) or (facts.block and not (facts.stage3 and evaluates)):
+        if facts.block and not (facts.stage3 and evaluates):
             refuse("optimizer.type", "got null", '"CoatAdamW", or an optimizer argument')
     elif name != "CoatAdamW":
         _check_effect(coat, name)

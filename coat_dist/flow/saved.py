@@ -32,6 +32,8 @@ def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
             for p in (*module._parameters.values(), *module._buffers.values()):
                 if p is not None:
                     own.add(p.untyped_storage()._cdata)
+                    # What a frozen weight in FP8 consists of.
+                    own.add(getattr(p, "packed", p).untyped_storage()._cdata)
         storage = t.untyped_storage()
         if storage._cdata not in own and storage.nbytes():
             kept.append(storage)

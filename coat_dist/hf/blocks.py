@@ -139,7 +139,7 @@ def _swap_block(entry: Entry, mixin: type[Patched], kind: Any, *parts: str) -> N
     part = Part(entry.settings, entry.name, entry.report, kind, parts_of(entry.module, *parts))
     entry.swap(entry.module, mixin, part)
     for linear in part.linears:
-        if _why_not_linear(linear) is None:
+        if own_code("", linear, ()) is None:
             entry.swap(linear, PartProjection, Part(entry.settings))
     if (why := why_parts_act(entry.module, part)) is not None:
         entry.unfused[entry.name] = why

@@ -154,7 +154,7 @@ def why_parts_act(module: nn.Module, part: Part) -> str | None:
         if found is not known or original_class(found) is not cls or adapters is None:
             return f"{named_class(outer)} in place of {name}"
         rates.update(adapter.dropout for adapter in adapters)
-        if cls is nn.Linear and not has_plain_weight(found):
+        if "weight" in found._parameters and not has_plain_weight(found):
             return f"a {type(found.weight).__name__} as weight of {name}"
         if (why := own_code(name, found)) is not None:
             return why

@@ -83,6 +83,18 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
             patched (lists why); ``bf16_layers`` out of range; a model that is patched already;
             ``frozen_weights`` where none is.
     """
+    plan = plan_model(model, config)
+    if plan.patched:
+        plan.apply(model)
+        if plan.settings.frozen_weights == "fp8":
+            _freeze(plan)
+    return plan.report
+
+
+def plan_model(model: nn.Module, config: Config | ActivationConfig) -> Plan:
+    """What :func:`patch_model` will do, with its arguments and errors. The model may be on the meta
+    device.
+    """
     need("transformers", "hf", "coat_dist.patch_model")
     if not isinstance(config, ActivationConfig):
         config = coat_block(config).activation
@@ -101,7 +113,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
         why = PatchReport.summary([plan.report]) if stacks else "no layers of transformers"
         if config.enabled == "auto":
             plan.report.warn(f"all of {type(model).__name__} stays BF16: {why}")
-            return plan.report
+            return plan
         raise CoatConfigError(
             f"model: got a {type(model).__name__} with nothing to patch ({why}), accepted: models "
             'of docs/hugging-face.md, or "coat": {"activation": {"enabled": false}} (or "auto"), '
@@ -116,10 +128,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
         plan.swap(model.get_submodule(parent), Stack, Part(config))
     _plan_loss(plan, model)
     check_honoured(_not_in_this(plan), config)
-    plan.apply(model)
-    if config.frozen_weights == "fp8":
-        _freeze(plan)
-    return plan.report
+    return plan
 
 
 def layer_lists(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
@@ -240,7 +249,7 @@ def _plan_loss(plan: Plan, model: nn.Module) -> None:
             plan.swap(module, ChunkedLM, Part(settings, label, plan.report))
 
 
-def _frozen_weights(plan: Plan) -> dict[int, bool]:
+def frozen_weights(plan: Plan) -> dict[int, bool]:
     """Weights of linears and experts in the flow that do not train, by identity, and which of them
     are ``[experts, in, out]``. Not those of experts with adapters, which compute with BF16 weights.
     """
@@ -260,13 +269,14 @@ def _frozen_weights(plan: Plan) -> dict[int, bool]:
 
 def _freeze(plan: Plan) -> None:
     """Quantize frozen weights one after the other, each where it lies."""
-    weights = _frozen_weights(plan)
+    weights = frozen_weights(plan)
     left = []
     for entry in plan.entries:
         for name, p in entry.module.named_parameters(prefix=entry.name):
             if id(p) in weights:
                 transposed = weights.pop(id(p))  # another module may share it
-                replace(p, FrozenWeight.of(p, plan.settings.format, transposed))
+                if getattr(p, "format", None) != plan.settings.format:  # else loaded as these codes
+                    replace(p, FrozenWeight.of(p, plan.settings.format, transposed))
             elif not (p.requires_grad or isinstance(p, FrozenWeight)) and p.dim() > 1:
                 left.append(name)
     others = ", ".join(condensed(left)) or "no others"
@@ -288,7 +298,7 @@ def _not_in_this(plan: Plan) -> Rows:
         rows["recompute"] = ((None,), why)
     if all(map(_routes, layers)):
         rows["boundaries"] = (("bf16",), f"{why}, or route tokens to experts")
-    if not _frozen_weights(plan):
+    if not frozen_weights(plan):
         rows["frozen_weights"] = (("bf16",), "no weight in the flow is frozen")
     losses = plan.report.loss
     plain = [f"{name}: {how}" for name, how in losses.items() if how.startswith("plain")]

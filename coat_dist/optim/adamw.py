@@ -15,7 +15,7 @@ from .group_keys import check_keys
 from .host import on_host, stream_steps, to_home, wait
 from .moments import forget_written
 from .plan import Columns, Plan, Plans
-from .seeds import first_ordinal, name_of, new_seed, noise_seed, steps_in_backward, taken_seeds
+from .seeds import name_of, new_seed, noise_seed, taken_seeds
 from .sharded import is_dtensor, local, local_grad
 from .state import check_group, codecs, ensure_state, moment, stochastic
 from .state import remainder as low_half
@@ -108,7 +108,7 @@ class CoatAdamW(torch.optim.Optimizer):
             raise ValueError(
                 f"CoatAdamW checkpoint: got {checkpoint!r}, accepted: 'codes' or 'fp32'"
             )
-        self.checkpoint, self._first_ordinal = checkpoint, first_ordinal()
+        self.checkpoint = checkpoint
         super().__init__(
             params,
             dict(
@@ -137,9 +137,8 @@ class CoatAdamW(torch.optim.Optimizer):
     """
 
     copies: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
-    """bfloat16 or float16 tensors of as many elements, by parameter: each receives the new value of
-    its parameter, rounded to nearest even, in the same pass (if it is contiguous; else by way of
-    one that is). Not for DTensors.
+    """Contiguous bfloat16 or float16 tensors of as many elements, by parameter: each receives the
+    new value of its parameter, rounded to nearest even, in the same pass. Not for DTensors.
     """
 
     _shared = False
@@ -254,15 +253,14 @@ class CoatAdamW(torch.optim.Optimizer):
         device, and parameters of a group may differ in both: each had its first gradient at some
         time. Where the step is counted on the device, one launch takes all of a device.
 
-        Last, 16-bit copies that are not contiguous get their values, and autograd learns that
-        shards have changed: it saves the DTensor, whose counter is not that of the tensor in it.
+        Last, autograd learns that shards have changed: it saves the DTensor, whose counter is not
+        that of the tensor in it.
         """
         states = self.__dict__["state"]
         capturable = bool(group.get("capturable"))
         noisy = any(stochastic(group))
         compressed: dict[tuple[int, torch.device], list[AdamWTensors]] = {}
         plain: dict[tuple[int, torch.device], list[FP32Tensors]] = {}
-        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         shards: list[torch.Tensor] = []
         self._seed_states(group, pairs)
         for p, grad in pairs:
@@ -270,8 +268,7 @@ class CoatAdamW(torch.optim.Optimizer):
             state["step"] += 1
             count = state["step"] if capturable else None
             key = (1 if capturable else state["step"]), p.device
-            target, streamed = self.copies.get(p), on_host(p, group)
-            copy = None if target is None else target.contiguous()
+            copy, streamed = self.copies.get(p), on_host(p, group)
             if is_dtensor(p):
                 shards.append(p)
                 grad, p = local_grad(p, grad), local(p)
@@ -279,29 +276,23 @@ class CoatAdamW(torch.optim.Optimizer):
             if group["moments"] != "fp8":
                 m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
                 plain.setdefault(key, []).append(FP32Tensors(p, grad, m, v, low, copy, count))
-                if target is not None and copy is not None and copy is not target:
-                    copied.append((target, copy))
                 continue
             seed = noise_seed(state["coat_seed"]) if noisy else None
             dense, g = p.contiguous(), grad.contiguous()
             one = AdamWTensors(
                 dense, g, moment(state, "first"), moment(state, "second"), seed, low, copy, count
             )
-            if dense is p and g is grad and copy is target and not streamed:
+            if dense is p and g is grad and not streamed:
                 compressed.setdefault(key, []).append(one)
                 continue
             run = stream_steps if streamed else adamw_steps
             run([one], *codecs(group), _numbers(group, *key, self.grad_factor))
             if dense is not p:
                 p.copy_(dense)
-            if target is not None and copy is not None and copy is not target:
-                target.copy_(copy)
         for key, many in compressed.items():
             adamw_steps(many, *codecs(group), _numbers(group, *key, self.grad_factor))
         for key, small in plain.items():
             adamw_fp32_steps(small, _numbers(group, *key, self.grad_factor))
-        for target, copy in copied:
-            target.copy_(copy)
         increment_version(shards)
 
     def _seed_states(self, group: Mapping[str, Any], pairs: Pairs) -> None:
@@ -320,8 +311,7 @@ class CoatAdamW(torch.optim.Optimizer):
                 if taken is None:
                     taken = taken_seeds(states)
                     places = {p: i for i, p in enumerate(group["params"])}
-                first = self._first_ordinal if steps_in_backward(p) else 0
-                state["coat_seed"] = new_seed(name_of(group, places[p]), taken, first)
+                state["coat_seed"] = new_seed(name_of(group, places[p]), taken)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to the byte; of DTensor parameters as DTensors, which
@@ -357,11 +347,7 @@ class CoatAdamW(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {
-            "state": self.coded_state,
-            "checkpoint": self.checkpoint,
-            "_first_ordinal": self._first_ordinal,
-        }
+        mine = {"state": self.coded_state, "checkpoint": self.checkpoint}
         return {**super().__getstate__(), **mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -104,9 +104,9 @@ def _check(
         )
     if copy is not None:
         fits = copy.numel() == p.numel() and copy.device == p.device and copy.dtype in _COPIED
-        if not fits or is_dtensor(p):
+        if not fits or not copy.is_contiguous() or is_dtensor(p):
             raise ValueError(
-                f"got a copy {_given(copy)} on {copy.device}, accepted: bfloat16 or "
+                f"got a copy {_given(copy)} on {copy.device}, accepted: contiguous bfloat16 or "
                 f"float16, {p.numel()} elements on {p.device}; none of a DTensor"
             )
     if "step" not in state:  # DeepSpeed may have put an empty dict there

@@ -106,22 +106,14 @@ def import_moments(
             parameter itself.
 
     Raises:
-        ValueError: the sizes differ, or ``master`` is given without a place for it.
+        ValueError: ``master`` is given without a place for it.
+        RuntimeError: torch's, of moments of another size.
     """
     if master is not None and not has_remainder(group):
         raise ValueError(
             "import_moments master: got a tensor, accepted: None, or "
             "master_weights='bf16_remainder'"
         )
-    for name, value in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master", master)):
-        if value is None:
-            continue
-        if value.numel() != param.numel() or not value.is_floating_point():
-            raise ValueError(
-                f"import_moments {name}: got {value.dtype} {list(value.shape)}, accepted: floating "
-                "point, "
-                f"{param.numel()} elements"
-            )
     step, low = int(step), new_remainder(param, group)
     if master is not None:
         _, lower = split(local(master.detach()).reshape(-1).to(param.device, torch.float32))
@@ -132,7 +124,10 @@ def import_moments(
             for x in (exp_avg, exp_avg_sq)
         )
         return {"step": step, "exp_avg": first, "exp_avg_sq": second, **low}
-    first, second = (local(x.detach()).to(param.device) for x in (exp_avg, exp_avg_sq))
+    shape = local(param).shape
+    first, second = (
+        local(x.detach()).to(param.device).reshape(shape) for x in (exp_avg, exp_avg_sq)
+    )
     state = {**pack(*encode_moments(group, first, second), step), **low}
     to_home(state, param, group)
     return state
@@ -172,31 +167,28 @@ def regroup(
     """The state whose groups are made of a shard's elements, from the code, amax and spacing of
     each element.
 
-    A group whose elements have one amax and one spacing keeps its bytes. In others, as after a
+    Where the elements of each group have one amax and one spacing, bytes are kept. Else, as after a
     change of the sharding, both moments are decoded and encoded again, rounded to nearest.
     """
-    n, size = state[CODE_KEYS[0]].numel(), group["group_size"]
-    filling = -n % size
-    parts, same = {}, torch.ones(-(-n // size), dtype=torch.bool, device=state[CODE_KEYS[0]].device)
-    for key in CODE_KEYS:
-        flat = state[key].reshape(-1)
+    each = {key: state[key].reshape(-1) for key in CODE_KEYS}
+    size, home = group["group_size"], each[CODE_KEYS[0]].device
+    result, same = {}, True
+    for key, flat in each.items():
+        filling = -len(flat) % size
         if key.endswith("_q"):
-            parts[key] = torch.cat([flat, flat.new_zeros(filling)]).view(-1, size)
+            result[key] = torch.cat([flat, flat.new_zeros(filling)]).view(-1, size)
         else:
-            parts[key] = torch.cat([flat, flat[-1:].expand(filling)]).view(-1, size)
+            rows = torch.cat([flat, flat[-1:].expand(filling)]).view(-1, size)
+            result[key] = rows[:, 0].clone()
             # An amax may be NaN.
-            bits = parts[key].view(torch.int16) if flat.is_floating_point() else parts[key]
-            same &= (bits == bits[:, :1]).all(1)
-    result = {
-        key: part if key.endswith("_q") else part[:, 0].clone() for key, part in parts.items()
-    }
-    if not same.all():
-        device = param.device if param.is_cuda else same.device
-        each = [parts[key][~same].reshape(-1).to(device) for key in CODE_KEYS]
-        first, second = (Moment(q[:, None], a, k) for q, a, k in (each[:3], each[3:]))
+            bits = rows.view(torch.int16) if flat.is_floating_point() else rows
+            same = same and bool((bits == bits[:, :1]).all())
+    if not same:
+        device = param.device if param.is_cuda else home
+        q_m, a_m, k_m, q_v, a_v, k_v = (flat.to(device) for flat in each.values())
+        first, second = Moment(q_m[:, None], a_m, k_m), Moment(q_v[:, None], a_v, k_v)
         anew = pack(*encode_moments(group, *_decode_moments(group, first, second)), 0)
-        for key in CODE_KEYS:
-            result[key][~same] = anew[key].to(same.device)
+        result = {key: anew[key].to(home) for key in CODE_KEYS}
     return {**state, **result}
 
 

@@ -109,14 +109,6 @@ class Plan:
             (x, key[1], {}) for key, x in together.items()
         ]
 
-    @classmethod
-    def of(cls, columns: Columns, capturable: bool) -> Plan | None:
-        """A plan for the steps after this one; None where they have to look at every tensor
-        again.
-        """
-        once = len(set(map(id, columns.params))) == len(columns.params)
-        return cls(columns, capturable) if _plain(columns.held) and once else None
-
     def fits(self, columns: Columns) -> bool:
         """Whether what was checked holds of these tensors, too."""
         if self._facts != columns.facts:
@@ -213,15 +205,16 @@ class Plans:
         if any(on_host(p, group) for p in found.params):  # each of its chunks is a step of its own
             return
         columns = _columns(found, group, *rest)
-        if columns is None or (plan := Plan.of(columns, group["capturable"])) is None:
+        once = len(set(map(id, found.params))) == len(found.params)
+        # Else later steps have to look at every tensor again.
+        if columns is None or not once or not _plain(columns.held):
             return
         if found.key not in self._plans:
             self._held += len(found.params)
-        self._plans[found.key] = plan
-        while self._held > self.LIMIT and len(self._plans) > 1:
-            oldest = next(iter(self._plans))
-            del self._plans[oldest]
-            self._held -= oldest[-1]  # its number of parameters
+        if self._held > self.LIMIT:
+            self._plans.clear()
+            self._held = len(found.params)
+        self._plans[found.key] = Plan(columns, group["capturable"])
 
 
 def _columns(found: Found, group: Mapping[str, Any], *rest: Any) -> Columns | None:

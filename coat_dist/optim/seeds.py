@@ -6,13 +6,8 @@ and in every run. Nothing distinguishes a parameter without a name from identica
 after a restart. An object's identity ends with the process. Contents are equal where parameters
 start at zero or one, differ between ranks and runs, and would have to be read from the device. A
 position depends on the other parameters. So parameters without names get the smallest free number,
-in the order of their first steps.
-
-A program that steps in backward has an optimizer for each parameter. There ordinals start at
-``first_ordinal``, which goes by the order in which optimizers were built: the same on replicas and
-after a restart. The order starts again when a parameter has taken its first step, so that a second
-run in the same process draws what the first one drew. Optimizers that step elsewhere count from 0,
-so that two of them on copies of a model draw the same.
+in the order of their first steps. Each optimizer counts from 0, so that two of them on copies of a
+model draw the same.
 """
 
 from __future__ import annotations
@@ -23,13 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
-__all__ = ["first_ordinal", "name_of", "new_seed", "noise_seed", "steps_in_backward", "taken_seeds"]
-
-_PARAMETERS = 1 << 16
-"""Ordinals of one optimizer."""
-_built = itertools.count()
+__all__ = ["name_of", "new_seed", "noise_seed", "taken_seeds"]
 
 _WRAPPERS = re.compile(
     r"(?<![^.])(?:_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
@@ -58,36 +47,20 @@ def taken_seeds(states: Mapping[Any, Any]) -> set[int]:
     }
 
 
-def first_ordinal() -> int:
-    """Where a new optimizer starts to count parameters without names."""
-    return next(_built) * _PARAMETERS
-
-
-def steps_in_backward(param: torch.Tensor) -> bool:
-    """Whether a parameter's optimizer is one of many, each of which steps as soon as its
-    gradient is there.
-    """
-    running = torch._C._current_graph_task_id() != -1
-    return running or bool(getattr(param, "_post_accumulate_grad_hooks", None))
-
-
-def new_seed(name: str | None, taken: set[int], first: int = 0) -> int:
-    """A ``coat_seed`` that is not ``taken``, to which it is added; without a name from ``first``
-    on.
+def new_seed(name: str | None, taken: set[int]) -> int:
+    """A ``coat_seed`` that is not ``taken``, to which it is added.
 
     Two names in 2**32 have the same checksum (among 1000 names, one case in 10**4); the later one
     then takes another.
     """
-    global _built
-    _built = itertools.count()
-    found = next(seed for seed in _candidates(name, first) if seed not in taken)
+    found = next(seed for seed in _candidates(name) if seed not in taken)
     taken.add(found)
     return found
 
 
-def _candidates(name: str | None, first: int) -> Iterator[int]:
+def _candidates(name: str | None) -> Iterator[int]:
     if name is None:
-        return itertools.count(first)
+        return itertools.count()
     plain = _LEADING.sub("", _WRAPPERS.sub("", name))
     return (zlib.crc32(f"{plain}{'#' * i}".encode()) for i in itertools.count())
 

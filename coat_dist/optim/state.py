@@ -38,10 +38,11 @@ from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import ValidationError
 
-from ..config_errors import Problem
-from ..formats import ALWAYS_EXPANDED
-from ..ops import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS, Moment, MomentCodec
+from ..config import OptimizerConfig
+from ..config_errors import Problem, explain
+from ..ops import Moment, MomentCodec
 from .host import on_host, to_host
 from .sharded import local, refusal
 
@@ -60,7 +61,6 @@ __all__ = [
     "codecs",
     "ensure_state",
     "has_remainder",
-    "is_count",
     "moment",
     "new_remainder",
     "new_state",
@@ -95,7 +95,6 @@ LAYOUT_KEYS = (
     "master_weights",
 )
 """Keys of a parameter group that say how its state is stored."""
-GROUP_SIZES = (64, 128, 256)
 EQUALLY_SPACED = ("int8",)
 """Formats of the first moment that ``"stochastic_rounding": "auto"`` rounds stochastically. Where
 codes are equally spaced, rounding to nearest leaves the first few as they are, and small ratios
@@ -258,13 +257,6 @@ def as_count(
     return torch.full((), float(steps), dtype=torch.float32, device=param.device)
 
 
-def is_count(steps: Any) -> bool:
-    """Whether this is a number of steps, as far as can be said without reading a tensor."""
-    if isinstance(steps, torch.Tensor):
-        return steps.numel() == 1 and steps.dtype == torch.float32
-    return type(steps) is int and steps >= 0
-
-
 def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     """Check the options and parameters of a group with all its defaults filled in.
 
@@ -300,33 +292,22 @@ def check_group(group: Mapping[str, Any], what: str = "CoatAdamW ") -> None:
     )
     for key in ("eps", "weight_decay"):
         require(key, "a number >= 0", number(group[key]))
-    for key in ("maximize", "expand", "normalize", "capturable"):
+    for key in ("maximize", "capturable"):
         require(key, "True or False", isinstance(group[key], bool))
-    rounding = group["stochastic_rounding"]
-    require(
-        "stochastic_rounding",
-        "True, False or 'auto'",
-        isinstance(rounding, bool) or rounding == "auto",
-    )
-    for key, formats in (
-        ("first_moment", FIRST_MOMENT_FORMATS),
-        ("second_moment", SECOND_MOMENT_FORMATS),
-    ):
-        require(key, ", ".join(map(repr, formats)), group[key] in formats)
-        accepted = f"True with {key}={group[key]!r}, whose codes always span a group's range"
-        require("expand", accepted, group["expand"] or group[key] not in ALWAYS_EXPANDED)
+    rounding = group["stochastic_rounding"]  # 0 and 1 are neither False nor True where it is asked
+    accepted = "True, False or 'auto'"
+    require("stochastic_rounding", accepted, isinstance(rounding, bool) or rounding == "auto")
     require("moments", "'fp8' or 'fp32'", group["moments"] in ("fp8", "fp32"))
-    masters = ("parameter", "bf16_remainder")
-    require("master_weights", "'parameter' or 'bf16_remainder'", group["master_weights"] in masters)
-    place = group.get("state_device", "parameter")
-    require("state_device", "'parameter' or 'cpu'", place in ("parameter", "cpu"))
-    require(
-        "capturable", "False with state_device='cpu'", not (group["capturable"] and place == "cpu")
-    )
-    size = group["group_size"]
-    require(
-        "group_size", ", ".join(map(str, GROUP_SIZES)), size in GROUP_SIZES and type(size) is int
-    )
+    try:
+        OptimizerConfig.model_validate(
+            {k: group[k] for k in OptimizerConfig.model_fields if k in group}
+        )
+    except ValidationError as error:
+        problem = explain("", OptimizerConfig, error.errors()[0])
+        assert isinstance(problem, Problem)
+        raise ValueError(problem._replace(key=what + problem.key.removeprefix("."))) from None
+    on_cpu = group.get("state_device") == "cpu"
+    require("capturable", "False with state_device='cpu'", not (group["capturable"] and on_cpu))
     if group.get("amsgrad"):
         require("amsgrad", "False, this optimizer does not have it", False)
     for p in tensors_of(group):
@@ -381,13 +362,6 @@ def check_state(
             "with coat_dist.optim.export_moments and import_moments; to start with empty ones, do "
             "not load optimizer states"
         )
-    seed = saved.get("coat_seed", 0)
-    if type(seed) is not int or seed < 0:
-        raise ValueError(
-            f"{what}, coat_seed: got {seed!r}, accepted: an int >= 0, checksum of a name or ordinal"
-        )
-    if not is_count(saved["step"]):
-        raise ValueError(f"{what}, step: got {saved['step']!r}, accepted: a count of steps")
     for key, shape, dtype in layout:
         value = saved[key]
         given = type(value).__name__

@@ -29,8 +29,6 @@ from .state import (
 __all__ = ["FP32States", "check_and_box", "fp32_state_dict", "gather", "unbox"]
 
 _MOMENTS = tuple(FP32_KEYS.values())
-_MEANING = ("first_moment", "second_moment", "expand", "normalize")
-"""Options that say what codes mean, and that no tensor shows."""
 _TORCH_ONLY = (
     "amsgrad",
     "foreach",
@@ -91,8 +89,7 @@ class FP32States(MutableMapping):
         state, group = self._states[p], self._group(p)
         if not state or not group:
             return state
-        fp32 = group["moments"] == "fp32"
-        first, second = (state[k] for k in _MOMENTS) if fp32 else export_moments(p, state, group)
+        first, second = export_moments(p, state, group)
         rest = {k: x for k, x in state.items() if k == "step" or not isinstance(x, torch.Tensor)}
         master = {"master": export_master(p, state)} if has_remainder(group) else {}
         return {**rest, "exp_avg": first, "exp_avg_sq": second, **master}
@@ -204,16 +201,10 @@ def _same_layout(
     saved: dict[str, Any], group: dict[str, Any], i: int, stateless: bool
 ) -> dict[str, Any]:
     """The saved group, with options that it lacks taken from the present one; ``stateless``: no
-    states come with it.
-
-    What a state shows by its tensors (kind of moments, group size, remainders) may be lacking, as
-    it is compared with them next. What FP8 codes mean does not show: there, a guess would decode
-    them to other numbers.
+    states come with it, whose storage would have to be known.
     """
-    coded = group["moments"] == "fp8"
-    known = any(key in saved for key in LAYOUT_KEYS)
     for key in LAYOUT_KEYS:
-        if key not in saved and (stateless or known and not (coded and key in _MEANING)):
+        if key not in saved and stateless:
             continue
         if saved.get(key) != group[key]:
             given = repr(saved[key]) if key in saved else "none"

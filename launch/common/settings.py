@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.config import Problem, decode_base64, load_json, look_up
+from coat_dist.config import Problem, decode_base64, load_json
 from coat_dist.config_errors import got
 from coat_dist.settings import Settings
 from launch.common.find_config import read_config
@@ -183,3 +183,14 @@ def peak_lr(args: Any, settings: Mapping[str, Any]) -> float:
             f"optimizer.params.lr: got {lr!r}, accepted: a finite number >= 0 (or --lr)"
         )
     return float(lr)
+
+
+def look_up(config: Any, key: str) -> Any:
+    """The value at a dotted key such as ``"zero_optimization.stage"``; None where a part of the
+    way is missing.
+    """
+    for part in key.split("."):
+        if not isinstance(config, Mapping):
+            return None
+        config = config.get(part)
+    return config

@@ -17,7 +17,7 @@ import torch
 from coat_dist.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
 from coat_dist.checkpoint.write import publish as tags
 from coat_dist.checkpoint.write.durable import write_text
-from coat_dist.checkpoint.write.lock import locked_folder
+from launch.common.lock import locked_folder
 from launch.convert.checkpoint_weights import find_checkpoint
 from launch.convert.output_folder import checkpoint_at
 

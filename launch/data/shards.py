@@ -214,7 +214,7 @@ def finished(prefix: str, settings: dict[str, Any]) -> dict[str, Any] | None:
 
 def open_parts(prefix: str, parts: Path, settings: dict[str, Any], overwrite: bool) -> None:
     """Continue the folder of finished shards if it is of these settings, or start it."""
-    from coat_dist.checkpoint.write.lock import LOCK  # brings torch, which workers do not need
+    from launch.common.lock import LOCK  # brings torch, which workers do not need
 
     manifest = _read_json(parts / "manifest.json")
     if manifest is not None and not overwrite and any(parts.glob("[0-9]*.json")):

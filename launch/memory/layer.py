@@ -83,6 +83,8 @@ def moments(run: Run, patched: bool, own: list[Parameter]) -> list[Moment]:
     """
     h, _, _, f, wide = widths(run)
     fc1, fc2 = 2 * h * wide, 2 * h * f
+    if run.frozen:  # gradients of adapters are small
+        fc1 = fc2 = 0
     if experts := [p for p in own if p.experts]:
         sizes, chosen = [p.numel for p in experts], run.library.chosen
         fc1, fc2 = 2 * max(sizes), 2 * min(sizes)

@@ -12,15 +12,17 @@ from launch.model.model_config import ModelConfig, described_model
 from .paper import OnPaper
 
 
-def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig, str | None]:
+def read_model(
+    path: str, seq_length: int | None, lora: int | None = None
+) -> tuple[OnPaper, ModelConfig, str | None]:
     """The model of ``--model``, its sizes as far as the planner reads them, and a line about what
     is not counted.
 
     Raises:
-        CoatConfigError: transformers knows no such model.
+        CoatConfigError: transformers knows no such model; ``lora`` for one with experts.
     """
     try:
-        library = OnPaper(path)
+        library = OnPaper(path, lora)
     except (OSError, ValueError) as problem:
         accepted = (
             "a folder with the config.json of a model of transformers that reads tokens, or that "
@@ -30,7 +32,10 @@ def read_model(path: str, seq_length: int | None) -> tuple[OnPaper, ModelConfig,
         raise CoatConfigError(f"--model: got {path}, accepted: {accepted} ({why})") from None
     config, text = library.config, library.text
     hidden, heads = text.hidden_size, _number(text, "num_attention_heads") or 1
-    widest = max(prod(s) for name, s in library.shapes.items() if ".layers." in name and len(s) < 3)
+    shapes = {name: s for name, s in library.all_shapes.items() if ".layers." in name}
+    if lora and any(len(s) > 2 for s in shapes.values()):
+        raise CoatConfigError(f"--lora: got {lora}, accepted: it for models without experts")
+    widest = max(prod(s) for s in shapes.values() if len(s) < 3)
     sizes = {
         "num_layers": library.layers,
         "hidden_size": hidden,

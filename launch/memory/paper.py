@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from coat_dist import CoatConfigError
 from coat_dist.config import ActivationConfig
 from coat_dist.flow.blocks import grouped
+from coat_dist.flow.core.frozen import FrozenWeight
 from coat_dist.flow.saved import saved_for_backward
 from coat_dist.hf.patch import layer_lists, patch_model
 from coat_dist.reference.grouped import BLOCK, ExpertRows, most_rows
@@ -49,6 +50,8 @@ class Saved(NamedTuple):
     """Bytes of output layer and loss, where the loss is not chunked."""
     chunked: bool
     """Whether the loss is computed without all logits."""
+    frozen: int
+    """Bytes of weights that do not train, whatever the number of sequences."""
 
 
 class OnPaper:
@@ -57,13 +60,16 @@ class OnPaper:
     Args:
         path: a Hugging Face folder, or its ``config.json``; weights are not needed. Its
             ``architectures`` name the class; without them it is a causal language model.
+        lora: rank of PEFT's adapters on all linears of the layers; None trains all weights.
 
     Raises:
         OSError, ValueError: of transformers, where it does not know such a model.
     """
 
-    def __init__(self, path: str | PathLike) -> None:
+    def __init__(self, path: str | PathLike, lora: int | None = None) -> None:
         from transformers import AutoConfig
+
+        self.lora = lora
 
         self.config: Any = AutoConfig.from_pretrained(Path(path).resolve(strict=True))
         with torch.device("meta"):
@@ -80,9 +86,12 @@ class OnPaper:
         self.chosen: int = next(filter(None, found), 1)
         """Experts of a token."""
         self.shapes = {}
-        """Shapes of all parameters by name, the embedding of tokens first; a tied one counts once.
-        Layers are ``model.layers.0`` and on, whatever the model calls them.
+        """Shapes of parameters that train by name, the embedding of tokens first; a tied one counts
+        once, a frozen one has no rows. Layers are ``model.layers.0`` and on, whatever the model
+        calls them.
         """
+        self.all_shapes = {}
+        """The same of all parameters."""
         embedding = model.get_input_embeddings().weight
         first = sorted(model.named_parameters(), key=lambda named: named[1] is not embedding)
         for name, p in first:
@@ -90,7 +99,11 @@ class OnPaper:
                 if name.startswith(f"{layer}."):
                     name = f"model.layers.{i}{name.removeprefix(layer)}"
                     break
-            self.shapes[name] = tuple(p.shape)
+            self.all_shapes[name] = tuple(p.shape)
+            if p.requires_grad:
+                self.shapes[name] = tuple(p.shape)
+            elif p is embedding:
+                self.shapes[name] = (0, *p.shape[1:])
         self.tied = model.get_output_embeddings() is None or (
             model.get_output_embeddings().weight is embedding
         )
@@ -101,8 +114,16 @@ class OnPaper:
 
         named = getattr(transformers, (self.config.architectures or [""])[0], None)
         if named is None:
-            return transformers.AutoModelForCausalLM.from_config(self.config, **given)
-        return named._from_config(self.config, **given)
+            model = transformers.AutoModelForCausalLM.from_config(self.config, **given)
+        else:
+            model = named._from_config(self.config, **given)
+        if self.lora:
+            from peft import LoraConfig, get_peft_model
+
+            # Fake parameters cannot be moved; all are on one device.
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
+                get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear"))
+        return model
 
     @functools.cache  # noqa: B019  a program has one or two models
     def saved(self, settings: ActivationConfig | None, tokens: int) -> Saved:
@@ -164,7 +185,12 @@ class OnPaper:
                 model(**given, labels=given["input_ids"][:, 0] if one else given["input_ids"])
         # Some models call the parts of their base model, and not that.
         rest = (body[0] or sum(found.values())) - sum(counts)
-        return Saved(tuple(counts), rest, sum(found.values()) - rest - sum(counts), chunked)
+        frozen = 0
+        for p in model.parameters():
+            if not p.requires_grad:
+                frozen += (p.packed if isinstance(p, FrozenWeight) else p).nbytes
+        loss = sum(found.values()) - rest - sum(counts)
+        return Saved(tuple(counts), rest, loss, chunked, frozen)
 
 
 def _no_init_weights() -> Any:

@@ -188,7 +188,7 @@ def peak_of(run: Run) -> Peak:
 
     # Building the engine: zeros of a first step, then this rank's share of gradients; or weights
     # before they are laid out flat, or the copy that becomes master weights.
-    held["parameters"] = found.weights
+    held["parameters"] = found.weights + run.frozen
     beside = max(2 * found.elements, 6 * found.shard)
     if run.stage == 3:
         beside = max(4 * found.sub_group, found.gradients) + (4 - 2 * run.remainder) * found.shard

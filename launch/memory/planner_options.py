@@ -26,6 +26,10 @@ class PlannerOptions(ConfiguredOptions):
     """what builds the model: Megatron-core, as in pretrain.py, or transformers, as in a
     Trainer's program
     """
+    lora: int | None = option(None, group="model", metavar="RANK", least=1)
+    """with transformers: adapters of this rank on all linears of the layers, by PEFT;
+    all other weights are frozen
+    """
     seq_length: int | None = option(None, group="model", metavar="N", least=1)
     """tokens of a sample"""
     json: bool = option(False)

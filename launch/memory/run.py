@@ -9,7 +9,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from coat_dist import CoatConfig, CoatConfigError
-from coat_dist.config import ActivationConfig, look_up
+from coat_dist.config import ActivationConfig
+from launch.common.settings import look_up
 from launch.model.model_config import ModelConfig
 from launch.model.sizes import parameter_shapes
 
@@ -97,6 +98,13 @@ class Run:
     def by_library(self) -> Any:
         """What transformers saves of one sequence: ``paper.Saved``."""
         return self.library.saved(self.flow, self.model.seq_length)
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of weights on this rank that do not train."""
+        if self.library is None or not self.library.lora:
+            return 0
+        return self.by_library.frozen // (self.dp if self.stage == 3 else 1)
 
     @property
     def chunked(self) -> bool:

@@ -12,10 +12,10 @@ from pathlib import Path
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import read_manifest
 from coat_dist.checkpoint.write.durable import make_folder
-from coat_dist.checkpoint.write.lock import locked_folder
 from coat_dist.checkpoint.write.publish import LATEST, own_name, published
-from coat_dist.ranks import on_rank_0, say_ranks
-from coat_dist.shared_folders import check_there, nodes_of_ranks, sharing
+from coat_dist.ranks import on_rank_0
+from coat_dist.shared_folders import check_shared, check_there
+from launch.common.lock import locked_folder
 from launch.train.checkpoint import require_loadable
 from launch.train.metrics import read_metrics
 from launch.train.pretrain_options import PretrainOptions
@@ -46,12 +46,8 @@ def open_on_nodes(args: PretrainOptions, locks: ExitStack) -> Folders:
             ``--load``.
     """
     folders = on_rank_0(lambda: open_folders(args, locks))
-    if args.save is not None and len(shared := sharing(Path(args.save), nodes_of_ranks())) > 1:
-        who = " and ".join(say_ranks(ranks) for ranks in shared)
-        raise CoatConfigError(
-            f"--save: got {args.save}, which {who} do not share, accepted: a folder that all nodes "
-            "share"
-        )
+    if args.save is not None:
+        check_shared(Path(args.save), "--save", CoatConfigError)
     if folders.source is not None:
         check_there(folders.source, "--load", CoatConfigError)
     return folders

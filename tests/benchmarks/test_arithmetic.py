@@ -14,7 +14,7 @@ import torch
 from benchmarks import timing
 from benchmarks.accuracy.trajectories import Trained, measure, ratios
 from benchmarks.accuracy.trajectory_gradients import Gradients
-from benchmarks.common import dumps, loss_gaps, result_path, write_json
+from benchmarks.common import dumps, result_path, write_json
 from benchmarks.convergence import pairs
 from benchmarks.convergence.pairs_report import plot, report
 from benchmarks.ranks import OUT_OF_MEMORY, Ended
@@ -53,10 +53,6 @@ def test_stages_ms_times_each_stage_of_the_middle_repetition(monkeypatch) -> Non
     assert happened == ["record", "forward", "record", "backward", "record"] * 3 + ["synchronize"]
     happened.clear()
     assert timing.timed(lambda: happened.append("call"), 5) == 6**2 - 5**2  # three to warm up
-
-
-def test_loss_gaps_are_shares_and_the_mean_of_the_last_ten_has_a_sign() -> None:
-    assert list(loss_gaps([3.0, *[1.0] * 10], [2.0, *[2.0] * 10]).values()) == [0.5, 0.5, 0.5, -0.5]
 
 
 def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:

@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 import torch
 
-from coat_dist.checkpoint import save
+from coat_dist import shared_folders
 from tests.coat_dist.checkpoint.small_saves import (
     build,
     flip,
@@ -257,8 +257,11 @@ def failing_flush(engine):
 
 
 def a_disk_of_its_own(engine):
-    """What rank 0 made is not there."""
-    return mock.patch.object(save, "MANIFEST", "nothing.json")
+    """The other rank is on another node, and its file is not there."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.dict(os.environ, GROUP_RANK="1"))
+    stack.enter_context(mock.patch.object(shared_folders, "_look", lambda *_: [1]))
+    return stack
 
 
 @contextlib.contextmanager
@@ -293,14 +296,13 @@ SAVES = {
         1,
         a_disk_of_its_own,
         "y",
-        ["save_dir: got {root}: rank 1: not the folder of rank 0, accepted: a folder that all"],
+        ["save_dir: got {root}, which rank 0 and rank 1 do not share, accepted: a folder that all"],
     ),
 }
 
 
 def failed_saves(rank, world, folder):
     """What goes wrong on one rank alone: what both ranks say, and what is wrong afterwards."""
-    save.PATIENCE = 0.2
     engine, found = build(CASES["zero-2"]), {}
     run(engine, rank, 0, 1)
     engine.save_checkpoint(folder, tag="x")

@@ -15,6 +15,7 @@ Rows that need the same processes share them. Rows marked slow have layouts of m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -88,7 +89,7 @@ def one(kind: str, why: str) -> Row:
 
 MOMENT = "normalize of parameter group 0: checkpoint has {}, this run has {}"
 GROUPS = "group_size of parameter group 0: checkpoint has 128, this run has 64"
-OTHERS = "optimizer.type: checkpoint has {!r}, this run has {!r}"
+OTHERS = 'optimizer.type: checkpoint has "{}", this run has "{}"'
 ROWS = [
     *layouts(),
     one("BF16_Optimizer", "another optimizer class of DeepSpeed"),
@@ -125,7 +126,10 @@ ROWS = [
             ("z3d2t1", "m by itself, stage 3", False),
         )
         for way, expected in (
-            (AS_IT_IS, (MOMENT.format(not now, now), "convert_to_universal")),
+            (
+                AS_IT_IS,
+                (MOMENT.format(json.dumps(not now), json.dumps(now)), "convert_to_universal"),
+            ),
             (CONVERTED, (SAME,)),
         )
     ),
@@ -136,7 +140,7 @@ ROWS = [
         "z1d2t1",
         AS_IT_IS,
         "moments of another optimizer",
-        ("optimizer.type: checkpoint has 'another one', this run has 'CoatAdamW'",),
+        (OTHERS.format("another one", "CoatAdamW"),),
     ),
 ]
 

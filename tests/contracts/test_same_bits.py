@@ -156,7 +156,7 @@ class Compiled(Run):
 
 
 def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan.Plan, "of", classmethod(lambda *_: None))
+    monkeypatch.setattr(plan.Plans, "learn", lambda *_: None)
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,5 @@ def test_captured_in_a_cuda_graph(scales):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("s", [5, 131, 1024])
-def test_attention_with_sinks(dtype, s):
-    check_sink_attention(dtype, "cuda", s)
+def test_attention_with_sinks(dtype):
+    check_sink_attention(dtype, "cuda", 1031)

@@ -50,9 +50,9 @@ def saves_by_dist_checkpointing() -> Iterator[None]:
 
 @contextmanager
 def held_elsewhere(path: Any) -> Iterator[None]:
-    """Another process holds the lock of ``coat_dist.checkpoint.write.lock`` on a file."""
+    """Another process holds the lock of ``launch.common.lock`` on a file."""
     code = (
-        "import sys; from coat_dist.checkpoint.write.lock import *; from pathlib import Path\n"
+        "import sys; from launch.common.lock import *; from pathlib import Path\n"
         "with locked(Path(sys.argv[1])): print(flush=True); input()"
     )
     with subprocess.Popen(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ...flow.core.frozen import digest_of
 from ...ranks import Team, rank_and_world, share
+from ...shared_folders import check_there
 from ..manifest import MANIFEST, TEAM, CheckpointError, read_manifest, verify
 from ..names import divided_experts, info_of
 from ..universal.zero_files import read as read_file
@@ -151,16 +152,12 @@ def _check_files(folder: Path, checksums: bool) -> dict[str, Any]:
         CheckpointError: on every rank; names the files.
     """
 
-    def check_there() -> None:
-        if not folder.is_dir():
-            raise CheckpointError("not there, accepted: a folder that all nodes share")
-
     def manifest_or_none() -> dict[str, Any] | None:
         if not (folder / MANIFEST).exists():
             return None
         return read_manifest(folder, of_run=False)
 
-    TEAM.each(check_there, f"load_dir: got {folder}")
+    check_there(folder, "load_dir", CheckpointError)
     manifest = TEAM.on_rank_0(manifest_or_none)
     if manifest is not None:
         verify(folder, manifest["files"], checksums)

@@ -132,10 +132,6 @@ def _shards(engine: Any, request: Request) -> list[str]:
         return [f"{path}: missing"]
     saved, zero = read(path)["optimizer_state_dict"], engine.optimizer
     stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
-    if ("fp32_flat_groups" in saved) is not stage3:  # of a checkpoint without a manifest
-        key = _COMPARED["zero_stage"]
-        there, here = ("1 or 2", "3") if stage3 else ("3", "1 or 2")
-        return _differing(path, {key: there}, {key: here})
     states = saved["optimizer_state_dict" if stage3 else "base_optimizer_state"]
     optimizer = base_optimizer(zero)
     if optimizer is not None and isinstance(states, Mapping):

@@ -14,6 +14,7 @@ only at the same tensor-parallel size.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ import torch
 
 from ...optim.state import CODE_KEYS, LAYOUT_KEYS
 
-__all__ = ["CODES_FILE", "groups_within", "load_codes", "read_codes", "select_codes", "write_codes"]
+__all__ = ["CODES_FILE", "groups_within", "load_codes", "read", "read_codes", "select_codes"]
+__all__ += ["write_codes"]
 
 CODES_FILE = "codes.coat"
 
@@ -103,16 +105,26 @@ def read_codes(
 
 
 def load_codes(path: Path) -> dict[str, Any] | None:
-    """What a file of codes holds; None where there is none, ``ValueError`` where it is damaged."""
-    if not path.is_file():
-        return None
+    """What a file of codes holds; None where there is none."""
+    return read(path, tensors_only=True) if path.is_file() else None
+
+
+def read(path: Path, mmap: bool = True, tensors_only: bool = False) -> Any:
+    """A file's content; tensors memory-mapped, where it was written as a zip file (torch's
+    default). With ``tensors_only`` unpickling runs no code, as it may for DeepSpeed's files.
+
+    Raises:
+        ValueError: it cannot be read; names it.
+    """
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        assert {"layout", "ranks"} <= saved.keys() and all(
-            {"starts", *CODE_KEYS} <= r.keys() for r in saved["ranks"]
+        return torch.load(
+            path,
+            map_location="cpu",
+            weights_only=tensors_only,
+            mmap=mmap and zipfile.is_zipfile(path),
         )
-    except Exception as problem:  # of damaged bytes, unpickling may raise anything
+    # Of damaged bytes, or of classes that are not here, unpickling may raise anything.
+    except Exception as problem:
         raise ValueError(
             f"{path}: cannot be read ({type(problem).__name__}: {problem})"
         ) from problem
-    return saved

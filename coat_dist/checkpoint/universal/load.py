@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...optim.adamw import CoatAdamW
 from ...optim.master import write_master
-from ...optim.moments import encode_moments, forget_written
-from ...optim.state import MOMENTS, has_remainder, moment, new_state
+from ...optim.moments import forget_written, write_moment
+from ...optim.state import MOMENT_OF, has_remainder, new_state
 from ..names import in_whole, info_of, names_in_whole, names_of_others, part_of_joined
 from ..read.load_checks import Request, check_before_load
 from ..zero_partitions import Partition, copy_into, members, partitions
@@ -50,7 +50,7 @@ def enable_universal_load(engine: Any) -> None:
     if not isinstance(getattr(zero, "optimizer", None), CoatAdamW | torch.optim.Adam):
         return
     others = names_of_others(engine)
-    checked: dict[Path, Request] = {}
+    checked: list[tuple[_Loader, Request]] = []
 
     def check(request: Request) -> list[str]:
         loader = _Loader(engine, request.folder)
@@ -59,9 +59,7 @@ def enable_universal_load(engine: Any) -> None:
             found = loader.strangers(others)
         if request.schedule:
             found += _schedule_problems(engine, request.folder)
-        checked.clear()
-        if not found:
-            checked[request.folder] = request
+        checked[:] = [] if found else [(loader, request)]
         return found
 
     def load(
@@ -69,8 +67,8 @@ def enable_universal_load(engine: Any) -> None:
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = False,
     ) -> None:
-        request = checked.pop(Path(checkpoint_folder))
-        _Loader(engine, request.folder).fill(request.states)
+        loader, request = checked.pop()
+        loader.fill(request.states)
         if request.schedule:
             _renew_rates(engine)
 
@@ -174,7 +172,6 @@ class _Loader:
         weights at stages 1 and 2, as DeepSpeed does.
         """
         zero, source = self.zero, self.source
-        forget_written()
         for name, module in self.extra.items():  # first: the model's own code, which may refuse
             if name in source.extra:
                 module.set_extra_state(source.extra_state(name))
@@ -211,23 +208,12 @@ class _Loader:
             return
         state = new_state(part.flat, part.group)
         state["step"] = step
-        if part.group["moments"] == "fp32":
-            for key, flat in both.items():
-                state[key].copy_(flat)
-        else:
-            size = part.group["group_size"]
-            rows = max(_CHUNK // size, 1)
-            for first in range(0, part.flat.numel(), rows * size):
-                chunks = (
-                    flat[first : first + rows * size].to(part.flat.device) for flat in both.values()
-                )
-                for which, encoded in zip(
-                    MOMENTS, encode_moments(part.group, *chunks), strict=True
-                ):
-                    stored = moment(state, which)
-                    type(stored)(*(t[first // size :][: len(encoded.a)] for t in stored)).copy_(
-                        encoded
-                    )
+        for first in range(0, part.flat.numel(), _CHUNK):
+            for key in ("exp_avg_sq", "exp_avg"):  # ratios of first moments need the second ones
+                values = both[key][first : first + _CHUNK].to(part.flat.device)
+                write_moment(state, part.group, MOMENT_OF[key], first, values)
+            forget_written()
+        if part.group["moments"] == "fp8":
             for f in part.fragments:
                 codes = self.source.codes(self.names[f.param])
                 read_codes(codes, state, part.group, (f.first, f.start, f.numel), self.source.tp)

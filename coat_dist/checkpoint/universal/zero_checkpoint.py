@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..manifest import MANIFEST
 from ..names import divided_experts, in_whole, larger, place_in_pipeline
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
@@ -57,7 +58,7 @@ class ZeroCheckpoint:
         first = self.models[0][0]
         rules = first.get("universal_checkpoint_info")
         wanted = first["mp_world_size"], first["dp_world_size"]
-        given = len(optimizer_files), len(optimizer_files[0])
+        given = len(optimizer_files), min(map(len, optimizer_files))
         stages = place_in_pipeline(rules)[1]
         if given != wanted or len(self.models) != wanted[0]:
             kind = "model" if stages > 1 else "tensor"
@@ -76,15 +77,20 @@ class ZeroCheckpoint:
             [Shard(path, d, len(row), models[0]["param_shapes"]) for d, path in enumerate(row)]
             for models, row in zip(self.models, optimizer_files, strict=True)
         ]
+        # DeepSpeed alone records wrong places then (``deepspeed/step/accessors.py``).
+        plain = not (source / MANIFEST).is_file()
+        if plain and given[1] > 1 and self.shards[0][0].round_robin:
+            raise ValueError(
+                f"{source}: zero_optimization.round_robin_gradients: got true, and places of "
+                "parameters as DeepSpeed records them then, which are wrong; accepted: false, or a "
+                "checkpoint of an engine of coat_dist.initialize"
+            )
         self.rules: Mapping[str, Any] = rules or {}
         self.shapes = [
             {name: s for group in row[0]["param_shapes"] for name, s in group.items()}
             for row in self.models
         ]
         self._name_experts()
-        for row, model in zip(self.shards, self.models, strict=True):
-            if row[0].round_robin:
-                _check_places(row, model[0])
         self.tensor_parallel = len(self.models) // stages
         self._own: dict[str, tuple[int, str]] = {}
         self._name_stages()
@@ -236,38 +242,17 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def _check_places(row: list[Shard], model: Mapping[str, Any]) -> None:
-    """DeepSpeed alone records wrong places with round-robin gradients
-    (``deepspeed/step/accessors.py``).
-    """
-    for name in row[0].names:
-        low = model["module"][name].reshape(-1)
-        # A bfloat16 partition is what the model holds; what it makes with its remainder would round
-        # to another number where it lies half-way between two (reference/master.py).
-        held = torch.cat([shard.weights(name) for shard in row]).to(low.dtype)
-        if held.shape != low.shape or not ((held == low) | (held.isnan() & low.isnan())).all():
-            raise ValueError(
-                f"{row[0].path}: zero_optimization.round_robin_gradients: got true, and places of "
-                "parameters as DeepSpeed records them then, which are wrong; accepted: false, or a "
-                "checkpoint of an engine of coat_dist.initialize"
-            )
-
-
 def _outside_optimizer(row: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Tensors of one tensor-parallel rank's model files that may lie outside the optimizer."""
     first = row[0]
-    if len(row) == 1:
-        module = first["module"]
-    else:  # ZeRO-3: parameters in ``module`` are empty, frozen ones are divided like the others
-        module = {
-            name: first["module"][name] for name in first["buffer_names"] if name in first["module"]
-        }
-    if len(row) > 1 or any(v.numel() == 0 for v in module.values() if isinstance(v, torch.Tensor)):
-        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+    found: dict[str, torch.Tensor] = {}
+    for name, value in first["module"].items():
+        if not isinstance(value, torch.Tensor) or is_extra_state(name):
+            continue
+        if value.numel() or name in first["buffer_names"]:  # parameters of ZeRO-3 are empty
+            found[name] = value
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        if name not in found:  # of ZeRO-3, divided like the others
             flat = torch.cat([one["frozen_param_fragments"][name].reshape(-1) for one in row])
-            module[name] = flat[: shape.numel()].view(shape)
-    return {
-        n: value
-        for n, value in module.items()
-        if isinstance(value, torch.Tensor) and not is_extra_state(n)
-    }
+            found[name] = flat[: shape.numel()].view(shape)
+    return found

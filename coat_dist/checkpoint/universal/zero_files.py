@@ -5,7 +5,6 @@ parameter lies in them.
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import torch
 from ...optim.master import read_master
 from ...optim.moments import read_moment
 from ...optim.state import MOMENT_OF
-from .codes import groups_within, select_codes
+from .codes import groups_within, read, select_codes
 
 __all__ = [
     "EXTRA_STATE",
@@ -173,29 +172,7 @@ def files_by_rank(folder: Path, pattern: str, required: bool = True) -> list[lis
                 "or 3"
             )
         return []
-    tp, dp = (max(key[i] for key in found) + 1 for i in range(2))
-    missing = [(t, d) for t in range(tp) for d in range(dp) if (t, d) not in found]
-    if missing:
-        t, d = missing[0]
-        raise ValueError(
-            f"{folder}: no file for data-parallel rank {d} of tensor-parallel rank {t} ({pattern})"
-        )
-    return [[found[t, d] for d in range(dp)] for t in range(tp)]
-
-
-def read(path: Path, mmap: bool = True) -> Any:
-    """A file's content; tensors memory-mapped, where it was written as a zip file (torch's
-    default).
-
-    Raises:
-        ValueError: it cannot be read; names it.
-    """
-    try:
-        return torch.load(
-            path, map_location="cpu", weights_only=False, mmap=mmap and zipfile.is_zipfile(path)
-        )
-    # Of damaged bytes, or of classes that are not here, unpickling may raise anything.
-    except Exception as problem:
-        raise ValueError(
-            f"{path}: cannot be read ({type(problem).__name__}: {problem})"
-        ) from problem
+    rows: dict[int, list[Path]] = {}
+    for tp_rank, dp_rank in sorted(found):
+        rows.setdefault(tp_rank, []).append(found[tp_rank, dp_rank])
+    return list(rows.values())

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -56,9 +55,9 @@ def unfinished(final: Path) -> Path:
     return final.with_name(HIDDEN + final.name)
 
 
-def begin(final: Path) -> float:
+def begin(final: Path) -> None:
     """Make the folder in which a checkpoint is written, marked as unfinished; remove what killed
-    saves left. Returns the time that its manifest holds as "begun".
+    saves left.
     """
     temporary, script = unfinished(final), final.with_name("zero_to_fp32.py")
     if script.is_symlink():  # DeepSpeed would copy its script to wherever it points
@@ -67,11 +66,9 @@ def begin(final: Path) -> float:
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
-    begun = time.time()
     # A later save knows it by this.
     with (temporary / MANIFEST).open("x", encoding="utf-8") as file:
-        json.dump({**UNFINISHED, "begun": begun}, file)
-    return begun
+        json.dump(UNFINISHED, file)
 
 
 def finish(temporary: Path, final: Path, manifest: Mapping[str, Any]) -> None:

@@ -25,9 +25,9 @@ __all__ = [
     "accumulate",
     "accumulated",
     "attach_stage",
-    "check_noise_of_tied",
     "has_groups_of_norms",
     "is_stage",
+    "name_tied",
     "norm_over_stages",
     "reduce_gradients",
     "refuse_part",
@@ -62,7 +62,7 @@ def attach_stage(engine: Any) -> None:
     a tied weight's copies drift apart.
     """
     zero = engine.optimizer
-    _check_tied(zero)
+    name_tied(zero)
     # They reduce within `engine.backward`, and cost time in each.
     for hook in getattr(zero, "_grad_acc_hooks", []):
         hook.remove()
@@ -94,16 +94,22 @@ def refuse_part(name: str, engine: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise _refusal(engine, name, "which is a part of a model")
 
 
-def _check_tied(zero: Any) -> None:
+def name_tied(zero: Any) -> None:
+    """Let both copies of a tied embedding draw the noise of one name: shards have none otherwise,
+    and would draw by the number of groups before them. Refuse one among other weights.
+    """
     for params, options in zip(members(zero), zero.optimizer.param_groups, strict=True):
         tied = any(getattr(p, "shared_embedding", False) for p in params)
-        if tied and len(params) > 1 and options.get("moments") == "fp8":
+        if not tied or options.get("moments") != "fp8":
+            continue
+        if len(params) > 1:
             refuse(
                 "model_parameters",
                 "got a group with FP8 moments that holds the tied embedding among other weights, "
                 "whose copies on two pipeline stages would drift apart",
                 '"moments": "fp32", or a group of its own (coat_dist.param_groups makes one)',
             )
+        options["param_names"] = [TIED]
 
 
 def norm_over_stages(engine: Any) -> None:
@@ -211,28 +217,3 @@ def step_reduced_gradients(engine: Any, *args: Any, **kwargs: Any) -> Any:
     if not vars(engine).pop("coat_reduced", False):
         raise _refusal(engine, "step", "whose gradients nothing has reduced")
     return type(engine).step(engine, *args, **kwargs)
-
-
-def check_noise_of_tied(engine: Any) -> None:
-    """Refuse a tied embedding whose copies would draw other noise; collective over stages.
-
-    A shard draws by the number of shards with FP8 moments before it. A last stage without a layer
-    of its own, or with frozen ones, has none before its copy, where the first stage has one.
-    """
-    zero = engine.optimizer
-    drawing = []
-    for params, group in zip(members(zero), zero.optimizer.param_groups, strict=True):
-        if group.get("moments") == "fp8" and group.get("stochastic_rounding") is not False:
-            drawing.append(any(getattr(p, "shared_embedding", False) for p in params))
-    own = drawing.index(True) if True in drawing else None
-    places = gather(own, engine.mpu.get_pipeline_model_parallel_group())
-    different = sorted({place for place in places if place is not None})
-    if len(different) > 1:
-        refuse(
-            "model_parameters",
-            "got a tied embedding behind another number of groups with FP8 moments on the first "
-            f"stage than on the last {different}, so that its copies would draw other noise and "
-            "drift apart",
-            'layers to train on both stages, "moments": "fp32" for it, or "stochastic_rounding": '
-            "false",
-        )

@@ -157,11 +157,7 @@ class _Fetch:
             return False
         shards = [(shard, world) for shard, _, world in map(_shard_of, (p, *self._others()))]
         return all(
-            shard is not None
-            and world > 1
-            and shard.device == p.device
-            and not hasattr(shard, "ds_quant_scale")
-            for shard, world in shards
+            shard is not None and world > 1 and shard.device == p.device for shard, world in shards
         )
 
     def _others(self) -> list[Any]:
@@ -243,8 +239,6 @@ def _all_gather_coalesced(
     handles = [original(others, safe_mode=safe_mode, quantize=quantize)] if others else []
     groups: dict[tuple[Any, str], list[Any]] = {}
     for p in sorted(ours, key=lambda p: p.ds_id):  # sets have another order on every rank
-        if p.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-            raise RuntimeError(p.ds_summary())
         p.ds_status = ZeroParamStatus.INFLIGHT
         groups.setdefault((_shard_of(p)[1], p.coat_fetch.format.name), []).append(p)
     for (group, name), together in groups.items():

@@ -33,13 +33,15 @@ def sink_attention(
     Args:
         q: ``[b, heads, s, d]``, of any floating dtype.
         k, v: ``[b, groups, t, d]``; each group is read by ``heads / groups`` consecutive heads.
+            Under autocast q and k may be wider than v: rotation in fp32 widens them.
         sinks: ``[heads]``.
         mask: added to the logits, ``[b or 1, heads or 1, s, t]``; without gradients.
         scale: of the logits.
 
     Returns:
-        ``[b, heads, s, d]`` of q's dtype.
+        ``[b, heads, s, d]`` of v's dtype.
     """
+    q, k = q.to(v.dtype), k.to(v.dtype)
     if mask is not None:
         # Kernels read the rows of a mask in 16 bytes.
         mask = F.pad(mask.to(q.dtype), (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]

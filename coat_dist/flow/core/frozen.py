@@ -7,7 +7,7 @@ multiplies them (``Weight.quantized``); dgrad transposes the same codes.
 * Moves and copies (``.to``, ``clone``, ``deepcopy``, ``to_empty``) move codes. Another dtype
   changes the dtype that the weight reads back as.
 * ``copy_``, and so ``load_state_dict``, quantizes what it is given. Every other change in place is
-  refused.
+  refused, but for writes into a view, which is decoded: they are lost.
 * Every other operation decodes the weight for as long as it runs; a choice of one expert decodes
   that expert. So evaluation and generation read the codes, and ``save_pretrained`` writes decoded
   values.
@@ -198,6 +198,10 @@ class FrozenWeight(torch.Tensor):
         _say_once("torch.save writes checksums of frozen weights, not the weights")
         shape = tuple(self.shape)
         return FrozenWeight, (self.digest(), self.format, shape, self.dtype, self.transposed)
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        """Refuses it: torch would copy into the decoded values of this part, and drop them."""
+        _refuse("an assignment to a part of a frozen weight", "weight.copy_(values)")
 
     def contiguous(self, memory_format: Any = None) -> torch.Tensor:
         """The values: ``save_pretrained`` and Accelerate call it for each tensor that they save. A

@@ -13,8 +13,8 @@ import pytest
 from coat_dist.checkpoint.manifest import CheckpointError
 from coat_dist.checkpoint.save import Extras
 from coat_dist.checkpoint.write.durable import write_text
-from coat_dist.checkpoint.write.lock import LOCK, locked
 from coat_dist.checkpoint.write.publish import begin, find, finish, retire, unfinished
+from launch.common.lock import LOCK, locked
 from tests.coat_dist.checkpoint.small_saves import listed, small, step
 from tests.support import run_ranks
 

@@ -1,53 +1,24 @@
-"""Which noise the copies of a tied embedding draw on two stages. (Of steps:
+"""Noise that the copies of a tied embedding draw on two stages. (Of steps:
 test_pipeline_engine.py of Megatron.)
 """
 
 import types
 
-import pytest
 import torch
-import torch.distributed as dist
 
-from coat_dist.deepspeed.parallel.pipeline import check_noise_of_tied
-from tests.support import run_ranks
-
-
-def stage(groups):
-    """An engine with these groups: for each, whether it is the tied embedding's, and its
-    options.
-    """
-    held, options = [], []
-    for tied, given in groups:
-        p = torch.nn.Parameter(torch.ones(2, 2))
-        p.shared_embedding = tied
-        held.append([p])
-        options.append({"moments": "fp8", "stochastic_rounding": "auto", **given})
-    zero = types.SimpleNamespace(
-        bit16_groups=held, optimizer=types.SimpleNamespace(param_groups=options)
-    )
-    mpu = types.SimpleNamespace(get_pipeline_model_parallel_group=lambda: dist.group.WORLD)
-    return types.SimpleNamespace(optimizer=zero, mpu=mpu)
+from coat_dist import CoatAdamW
+from coat_dist.deepspeed.parallel.pipeline import name_tied
 
 
-LAYERS, VECTORS, TIED = (False, {}), (False, {"moments": "fp32"}), (True, {})
-NEAREST, WIDE = (True, {"stochastic_rounding": False}), (True, {"moments": "fp32"})
-STAGES = {
-    "alike": ([LAYERS, TIED, VECTORS], [LAYERS, TIED]),
-    "vectors first": ([LAYERS, TIED], [VECTORS, LAYERS, TIED]),
-    "nearest": ([(False, NEAREST[1]), NEAREST], [NEAREST]),
-    "fp32": ([LAYERS, WIDE], [WIDE]),
-    "none": ([LAYERS], [VECTORS]),
-}
-
-
-def checked(rank, world):
-    for groups in STAGES.values():
-        check_noise_of_tied(stage(groups[rank]))
-    with pytest.raises(
-        ValueError, match=r"than on the last \[0, 1\], so that its copies would draw other noise"
-    ):
-        check_noise_of_tied(stage(([LAYERS, TIED], [TIED])[rank]))
-
-
-def test_check_noise_of_tied_refuses_other_noise():
-    run_ranks(2, checked)
+def test_a_tied_embedding_draws_the_same_noise_behind_other_groups():
+    seeds = set()
+    for others in range(3):
+        params = [torch.nn.Parameter(torch.ones(128)) for _ in range(others + 1)]
+        params[-1].shared_embedding = True
+        optimizer = CoatAdamW([{"params": [p]} for p in params])
+        name_tied(types.SimpleNamespace(bit16_groups=[[p] for p in params], optimizer=optimizer))
+        for p in params:
+            p.grad = torch.ones(128)
+        optimizer.step()
+        seeds.add(optimizer.state[params[-1]]["coat_seed"])
+    assert len(seeds) == 1

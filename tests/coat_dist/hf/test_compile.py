@@ -63,7 +63,6 @@ def check_traced():
     [
         ("olmo2", "layers"),
         ("olmo2", "torch"),
-        ("olmo3", "layers"),
         ("llama", "model"),
         ("llama", "torch"),
     ],

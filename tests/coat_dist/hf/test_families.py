@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.core import inputs
 from coat_dist.hf import is_transformers_model, patch_model, unpatch_model
+from coat_dist.hf.sinks import has_sinks
 from coat_dist.patching.report import is_patched
 
 from .tiny import FOUR_NORMS, FUSED, GENERIC, check_near, relative, same, step, tiny, tokens
@@ -130,11 +131,11 @@ def test_attention_interface_of_another_library(monkeypatch):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own, losses = ALL_ATTENTION_FUNCTIONS["sdpa"], []
-    replaced = {
-        **ALL_ATTENTION_FUNCTIONS._global_mapping,
-        "sdpa": lambda *a, **k: (own(*a, **k)[0] * 3, None),
-    }
-    monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", replaced)
+
+    def attend(*args, **kwargs):
+        return own(*args, **kwargs)[0] * 3, None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
     for attention in ("bf16", "fp8"):
         model = tiny("llama", attn_implementation="sdpa")
         patch_model(model, ActivationConfig(attention=attention))
@@ -301,5 +302,15 @@ def test_attention_with_sinks_makes_no_weights_unless_they_are_asked_for(monkeyp
         assert relative(grads[key], before[1][key]) < 0.3, key
     assert model(ids, output_attentions=True).attentions[1].shape[-1] == ids.shape[1]
     assert len(made) == 2
-    model.eval()(ids)
+    model.config.output_attentions = True
+    assert len(model(ids).attentions) == 2
     assert len(made) == 4
+    model.eval()(ids)
+    assert len(made) == 6
+
+
+def test_attention_that_depends_on_the_name_of_its_implementation():
+    """HY-V4's reads few keys under some names alone, gpt-oss' under all of them."""
+    for name, depends in (("hy_v4", True), ("gpt_oss", False)):
+        attention = tiny(name, num_local_experts=4).model.layers[0].self_attn
+        assert has_sinks(attention) is not depends

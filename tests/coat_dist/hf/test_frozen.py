@@ -4,6 +4,7 @@ made on use.
 
 import copy
 import io
+import weakref
 from functools import partial
 from itertools import accumulate
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.profiler import profile
 from transformers import AutoModelForCausalLM
 
-from coat_dist import convert_to_universal
+from coat_dist import FrozenWeightsConfig, convert_to_universal
 from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.core.frozen import FrozenWeight, digest_of
 from coat_dist.hf import patch_model, unpatch_model
@@ -25,6 +26,7 @@ from .test_experts import FAMILIES, mixture
 from .tiny import relative, same, step, tiny, tokens
 
 FP8 = ActivationConfig(frozen_weights="fp8")
+BLOCK = {"coat": {"activation": {"frozen_weights": "fp8"}}}
 EACH = pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 
 
@@ -85,6 +87,31 @@ def test_losses_and_gradients(make):
     checkpointed.enable_input_require_grads()
     found, replayed = step(checkpointed)
     assert torch.equal(found, loss) and same(replayed, grads)
+
+
+@EACH
+def test_loading_makes_the_codes_of_patching(name, monkeypatch, tmp_path):
+    """From one weight after the other, and what is not frozen as it was."""
+    body(name, config=None).save_pretrained(tmp_path)
+    load = partial(AutoModelForCausalLM.from_pretrained, tmp_path, dtype=torch.bfloat16)
+    whole, seen, quantize = load(), [], FrozenWeight.of
+
+    def of(values, *given):
+        assert all(earlier() is None for earlier in seen)
+        seen.append(weakref.ref(values))
+        return quantize(values, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FrozenWeight, "of", of)
+        model = load(quantization_config=FrozenWeightsConfig(BLOCK))
+    assert len(frozen(model)) == len(seen) > 0 and not model.is_quantized
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert same(trained, {n: whole.get_parameter(n) for n in trained})
+    for one in (model, whole):
+        patch_model(one.requires_grad_(False), FP8)
+    assert digest_of(model) == digest_of(whole)
+    with pytest.raises(CoatConfigError, match="while a model is loaded"):
+        FrozenWeightsConfig({"coat": {}})
 
 
 @EACH
@@ -206,6 +233,7 @@ def test_accelerate(safe, tmp_path):
 MERGING = {
     "add_": lambda model, weight: model.merge_and_unload(),
     "other data": lambda model, weight: setattr(weight, "data", torch.zeros(64, 64)),
+    "an assignment to a part": lambda model, weight: weight.data.__setitem__(0, 1.0),
     "normal_": lambda model, weight: nn.init.normal_(weight),
     "to train after all": lambda model, weight: step(
         copy.deepcopy(model.requires_grad_(True).float())
@@ -283,7 +311,7 @@ def resumed(rank, world, stage, folder, seed):
     import deepspeed
 
     given = settings(stage, optimizer=OPTIMIZERS[stage])
-    given |= {"coat": {"activation": {"frozen_weights": "fp8"}}}
+    given |= BLOCK
     given["checkpoint"] = {"load_universal": True}
     engine = deepspeed.initialize(model=lora(seed, None).float(), config=given)[0]
     engine.load_checkpoint(folder, "universal")

@@ -2,6 +2,7 @@
 first step.
 """
 
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +13,7 @@ from tests.coat_dist.deepspeed.small_engine import settings
 from tests.support import run_ranks
 from tests.support.gathers import values
 
-from .tiny import same, tiny, tokens
+from .tiny import relative, same, tiny, tokens
 
 BLOCK = {
     "activation": {"boundaries": "fp8", "recompute": 1},
@@ -194,7 +195,7 @@ def sharded_parts(rank, world, how):
 
     mesh, found = init_device_mesh("cpu", (world,)), []
     for patched in (False, True):
-        model = tiny("llama", num_hidden_layers=1)
+        model = tiny("qwen3", num_hidden_layers=1)
         plan = {}
         for name, _ in model.model.named_modules():
             if name.endswith(("gate_proj", "up_proj")):
@@ -206,7 +207,7 @@ def sharded_parts(rank, world, how):
         if patched:
             patch_model(model, {"coat": BLOCK})
         if how != "tensor parallel":
-            kinds = {"linears": "Linear", "norms": "LlamaRMSNorm", "MLPs": "LlamaMLP"}
+            kinds = {"linears": "Linear", "norms": "Qwen3RMSNorm", "MLPs": "Qwen3MLP"}
             for module in [m for m in model.modules() if type(m).__name__ == kinds[how]]:
                 fully_shard(module, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -224,10 +225,66 @@ def sharded_parts(rank, world, how):
         "tensor parallel": "a DTensor as weight",
     }
     assert why.get(how, "") in (report.unfused | report.left).get("model.layers.0.mlp", "")
-    assert ("model.layers.0.self_attn" in report.unfused) == (how == "linears")
+    assert ("model.layers.0.self_attn" in report.unfused) == (how in ("linears", "norms"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["linears", "norms", "MLPs", "tensor parallel"])
 def test_modules_that_are_sharded_alone(how):
     run_ranks(2, sharded_parts, how)
+
+
+def over_the_sequence(rank, world, attention):
+    """Losses of two steps under Accelerate, whose ranks have a part of each sequence if there are
+    several, and the first gradients.
+    """
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim, ParallelismConfig
+    from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig as Ulysses
+    from deepspeed.utils import safe_get_full_grad
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    block = {"activation": {"attention": attention}, "optimizer": {"stochastic_rounding": False}}
+    ulysses = Ulysses(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    parts = ParallelismConfig(sp_size=world, sp_backend="deepspeed", sp_handler=ulysses)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(
+            hf_ds_config=config(3, coat=block, train_micro_batch_size_per_gpu=1)
+        ),
+        parallelism_config=parts if world > 1 else None,
+    )
+    rows = [{"input_ids": row, "labels": row, "position_ids": torch.arange(24)} for row in tokens()]
+    model = tiny(dtype=torch.bfloat16)
+    optimizer = DummyOptim(model.parameters(), lr=1e-2)
+    data = torch.utils.data.DataLoader(rows[:1] * world)
+    engine, _, data = accelerator.prepare(model, optimizer, data)
+    assert len(engine.coat_patch_report.patched) == 4
+    engine.train()
+    losses, grads = [], {}
+    for batch in list(data)[:2] * (2 // world):
+        if world > 1:
+            batch["labels"] = batch["shift_labels"]
+        loss = engine(**batch, use_cache=False).loss
+        if world > 1:  # the last token has no label
+            first, second = torch.distributed.nn.functional.all_gather(loss)
+            loss = (12 * first + 11 * second) / 23
+        engine.backward(loss)
+        losses.append(loss.item())
+        named = engine.module.named_parameters()
+        grads = grads or {name: safe_get_full_grad(p).clone() for name, p in named}
+        engine.step()
+    return losses, grads
+
+
+def test_sequence_parallelism_of_accelerate():
+    """DeepSpeed's Ulysses: attention is its own, which takes the place of FP8 attention. (With
+    ZeRO-2, DeepSpeed 0.19.8 doubles gradients here, those of BF16 models too.)
+    """
+    pytest.importorskip("accelerate")
+    (alone,) = run_ranks(1, over_the_sequence, "bf16")
+    for attention in ("bf16", "fp8"):
+        for losses, grads in run_ranks(2, over_the_sequence, attention):
+            assert losses[0] == pytest.approx(alone[0][0], rel=1e-6)
+            assert losses == pytest.approx(alone[0], rel=0.01) and losses[1] < losses[0]
+            for name, right in alone[1].items():
+                assert relative(grads[name], right) < 0.1, name

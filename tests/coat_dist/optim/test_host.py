@@ -284,7 +284,7 @@ def test_every_tensor_of_a_state_has_its_own_storage_in_one_block():
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"state_device": "nvme"}, "state_device: got 'nvme', accepted: 'parameter' or 'cpu'"),
+        ({"state_device": "nvme"}, "state_device: got \"nvme\", accepted: 'parameter' or 'cpu'"),
         ({"state_device": "cpu", "capturable": True}, "capturable: got True, accepted: False"),
     ],
 )

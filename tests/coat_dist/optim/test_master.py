@@ -165,8 +165,6 @@ def test_import_and_export():
     assert not import_moments(p, group, m, v, 3)["coat_p_low"].any()
     with pytest.raises(ValueError, match="import_moments master: got a tensor, accepted: None"):
         import_moments(p, {**group, "master_weights": "parameter"}, m, v, 3, m)
-    with pytest.raises(ValueError, match=r"import_moments master: got torch.float32 \[2\]"):
-        import_moments(p, group, m, v, 3, torch.zeros(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -177,7 +175,7 @@ def test_only_bfloat16_parameters_have_remainders(dtype):
     ):
         CoatAdamW([p], master_weights="bf16_remainder")
     with pytest.raises(
-        ValueError, match="master_weights: got 'bf16', accepted: 'parameter' or 'bf16_remainder'"
+        ValueError, match="master_weights: got \"bf16\", accepted: 'parameter' or 'bf16_remainder'"
     ):
         CoatAdamW([p], master_weights="bf16")
     q = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))

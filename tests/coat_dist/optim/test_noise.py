@@ -100,47 +100,6 @@ def test_parameter_groups_know_their_names():
     assert seeds[0] == seeds[1]
 
 
-def stepping_in_backward(saved=None):
-    """An optimizer for each parameter, which steps as soon as the gradient is there; they are
-    built in order.
-    """
-    layers = torch.nn.ModuleList([torch.nn.Linear(16, 16, bias=False) for _ in range(4)])
-    for layer in layers:
-        torch.nn.init.eye_(layer.weight)
-    optimizers = {p: CoatAdamW([p]) for p in layers.parameters()}
-    for p, state in zip(optimizers, saved or [], strict=False):
-        optimizers[p].load_state_dict(state)
-
-    def step(p):
-        optimizers[p].step()
-        p.grad = None
-
-    for p in layers.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    return layers, optimizers
-
-
-def seeds_of(optimizers):
-    return [optimizer.state[p]["coat_seed"] for p, optimizer in optimizers.items()]
-
-
-def test_optimizers_that_step_in_backward_draw_different_noise_and_the_same_in_every_run():
-    runs = []
-    train(CoatAdamW((first := params_of(["first"])).items()), first, 1)  # the order starts here
-    for order in (1, 1, -1):
-        layers, optimizers = stepping_in_backward()
-        torch.nn.Sequential(*list(layers)[::order])(torch.ones(2, 16)).sum().backward()
-        runs.append(seeds_of(optimizers))
-    assert runs[0] == runs[1] == runs[2] and len(set(runs[0])) == 4
-    _, early = stepping_in_backward()
-    for p, optimizer in early.items():  # as torch makes states before a checkpoint is loaded
-        p.grad = torch.zeros_like(p)
-        optimizer.step()
-    assert seeds_of(early) == runs[0]
-    _, again = stepping_in_backward([optimizer.state_dict() for optimizer in optimizers.values()])
-    assert seeds_of(again) == runs[0]
-
-
 def test_names_can_be_given_to_an_optimizer_of_bare_parameters():
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     optimizer, named = CoatAdamW(list(net.parameters())[::-1]), CoatAdamW(net.named_parameters())

@@ -160,6 +160,16 @@ def test_a_gpu(tmp_path, coat, gib) -> None:
     assert peak_of(run).allocated / 2**30 == pytest.approx(gib, rel=0.03)
 
 
+def test_adapters_on_a_gpu(tmp_path) -> None:
+    """A figure of one H200, benchmarks/results/speed/lora.json."""
+    llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    llama |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    block = {"activation": {"frozen_weights": "fp8"}}
+    given = options(tmp_path, block, ANCHOR | llama | {"tie_word_embeddings": False})
+    run = planned([*given, "--lora", "16", "--seq-length", "2048", "--micro-batch", "4"])
+    assert peak_of(run).allocated / 2**30 == pytest.approx(24.2, rel=0.05)
+
+
 def test_what_is_not_counted_is_said(tmp_path, capsys) -> None:
     auto = {"activation": {"enabled": "auto"}}
     assert planner.main(options(tmp_path, auto, {"model_type": "gpt2", "n_layer": 2})) == 0

@@ -34,7 +34,7 @@ def test_fitting_converts_only_another_layout(work, tmp_path):
     other = {**run, "deepspeed": {**run["deepspeed"], "optimizer": {"type": "AdamW"}}}
     p.identity = lambda: other
     assert layout.fitting(source, p) == source and not there.exists()
-    with pytest.raises(CheckpointError, match=r"optimizer.type: checkpoint has 'CoatAdamW'"):
+    with pytest.raises(CheckpointError, match=r"optimizer.type: checkpoint has \"CoatAdamW\""):
         checkpoint.examine(source, other)
 
 

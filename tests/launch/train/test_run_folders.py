@@ -10,8 +10,9 @@ import pytest
 
 from coat_dist import CoatConfigError
 from coat_dist.checkpoint.manifest import CheckpointError
-from coat_dist.checkpoint.write import lock, publish
+from coat_dist.checkpoint.write import publish
 from coat_dist.ranks import check_same_on_all_ranks
+from launch.common import lock
 from launch.train import pretrain_options
 from launch.train.metrics import read_metrics
 from launch.train.run_folders import open_folders, open_on_nodes

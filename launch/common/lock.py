@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .durable import make_folder
+from coat_dist.checkpoint.write.durable import make_folder
 
 __all__ = ["LOCK", "locked", "locked_folder"]
 
