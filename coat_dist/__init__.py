@@ -11,13 +11,13 @@ from .checkpoint.universal.convert import convert_to_universal
 from .config import CoatConfig, CoatConfigError
 from .deepspeed import hook
 from .deepspeed.step.accessors import safe_get_full_moment, safe_set_full_moment
+from .extras import need
 from .optim import CoatAdamW, param_groups
 
 __all__ = [
     "CoatAdamW",
     "CoatConfig",
     "CoatConfigError",
-    "FrozenWeightsConfig",
     "convert_to_universal",
     "initialize",
     "log_probs",
@@ -41,7 +41,8 @@ def __getattr__(name: str) -> Any:
         from . import hf
 
         return getattr(hf, name)
-    if name == "FrozenWeightsConfig":
+    if name == "FrozenWeightsConfig":  # not in __all__: its base class is transformers'
+        need("transformers", "hf", "coat_dist.FrozenWeightsConfig")
         from .hf.load import FrozenWeightsConfig
 
         return FrozenWeightsConfig

@@ -182,6 +182,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     seconds = median(times[case["warm_up"] - 1 :])
     yield {
         "micro_batch": batch,
+        "sequence": case["sequence"],
         "step_ms": 1e3 * seconds,
         "tokens_per_second_per_gpu": batch * case["sequence"] / seconds,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,  # 0 without a GPU
@@ -196,7 +197,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     found = hf.parse(
         ["--variants", "adamw", "coat+flow", "--name", "frameworks", "--steps", "15", *rest]
     )
-    found.frameworks = names or list(FRAMEWORKS)
+    found.frameworks, found.sequence = names or list(FRAMEWORKS), max(found.sequence)
     return found
 
 

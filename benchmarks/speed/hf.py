@@ -6,18 +6,21 @@ peaks, micro-batches.
         --micro-batches 1 2 3 4 6 8 --sequence 4096
 
 Each variant has processes of its own, one a GPU, which train a model with random weights on random
-tokens, one micro-batch after the other until memory ends. Parts of a variant are joined by "+":
-``adamw`` (torch's) or ``coat`` (CoatAdamW), then ``flow`` (the block's "activation"), ``attention``
-(its FP8 attention), ``remainder`` (16-bit remainders), ``host`` (the optimizer's states in host
-memory; ``adamw`` is DeepSpeed's CPUAdam then), ``liger`` (Liger-Kernel), ``ao`` (torchao's float8,
-in compiled layers), ``compile``, ``checkpoint`` (recomputed layers), of ``flow`` also with 8-bit
-``boundaries``, on the ``boundaries-cpu``, or of the first 8 layers alone (``recompute=8``). Ratios
-are to the best variant without ``flow`` at the same micro-batch. Writes ``speed/hf.json``.
+tokens, one micro-batch and ``--sequence`` after the other until memory ends. Parts of a variant are
+joined by "+": ``adamw`` (torch's) or ``coat`` (CoatAdamW), then ``flow`` (the block's
+"activation"), ``attention`` (its FP8 attention), ``remainder`` (16-bit remainders), ``host`` (the
+optimizer's states in host memory; ``adamw`` is DeepSpeed's CPUAdam then), ``liger``
+(Liger-Kernel), ``ao`` (torchao's float8, in compiled layers), ``compile``, ``checkpoint``
+(recomputed layers), of ``flow`` also with 8-bit ``boundaries``, on the ``boundaries-cpu``, or of
+the first 8 layers alone (``recompute=8``). Ratios are to the best variant without ``flow`` at the
+same micro-batch and length. Writes ``speed/hf.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -118,8 +121,9 @@ def activation(parts: set[str]) -> dict[str, Any]:
     if "boundaries-cpu" in parts:
         found["boundaries_device"] = "cpu"
     for part in parts:
-        if part.startswith("recompute="):
-            found["recompute"] = int(part.removeprefix("recompute="))
+        key, _, number = part.partition("=")
+        if number:
+            found[key] = int(number)
     return found
 
 
@@ -256,7 +260,7 @@ def noisy_text(seed: int, rows: int, length: int, vocabulary: int) -> torch.Tens
 
 
 def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
-    """A record for each micro-batch of a variant."""
+    """A record for each micro-batch and length of a variant."""
     import deepspeed
 
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
@@ -271,37 +275,42 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
             engine.step()
         return loss
 
-    for micro_batch in case["micro_batches"]:
-        shape = micro_batch, case["sequence"]
-        drawn = random_tokens(generator, case, shape, vocabulary, device)
-        tokens = case["accumulation"] * micro_batch * case["sequence"]
+    for size in itertools.product(case["micro_batches"], case["sequences"]):
+        drawn = random_tokens(generator, case, size, vocabulary, device)
+        tokens = case["accumulation"] * math.prod(size)
         found = timed_steps(step, drawn, tokens, case["warm_up"], device)
         losses = found.pop("losses")
         yield {
-            "micro_batch": micro_batch,
+            "micro_batch": size[0],
+            "sequence": size[1],
             **found,
             "first_loss": losses[0],
             "last_loss": losses[-1],
         }
 
 
+def _size(step: dict[str, Any]) -> tuple[int, int]:
+    return step["micro_batch"], step["sequence"]
+
+
 def compare(variants: Sequence[dict[str, Any]]) -> None:
-    """Add each step's ratio to the best peer at the same micro-batch, and print all."""
-    peers: dict[int, float] = {}
+    """Add each step's ratio to the best peer at the same size, and print all."""
+    peers: dict[Any, float] = {}
     for one in variants:
         if "flow" in one["variant"]:
             continue
         for step in one["steps"]:
-            size, speed = step["micro_batch"], step["tokens_per_second_per_gpu"]
+            size, speed = _size(step), step["tokens_per_second_per_gpu"]
             peers[size] = max(peers.get(size, 0.0), speed)
     for one in variants:
         for step in one["steps"]:
-            best = peers.get(step["micro_batch"])
+            best = peers.get(_size(step))
             step["to_best_peer"] = step["tokens_per_second_per_gpu"] / best if best else None
             show(
                 one["variant"],
                 step,
                 micro_batch="d",
+                sequence="d",
                 step_ms=".1f",
                 tokens_per_second_per_gpu=",.0f",
                 to_best_peer=".3f",
@@ -318,7 +327,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(
         __doc__,
         ranks=1,
-        sequence=2048,
+        sequence=[2048],
         micro_batches=[8],
         accumulation=1,
         warm_up=5,
@@ -344,7 +353,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    case = options(arguments, "variants", "limit")
+    case = options(arguments, "variants", "limit", "sequence")
+    case |= {"sequences": arguments.sequence, "sequence": max(arguments.sequence)}
     found = []
     for variant in arguments.variants:
         print(f"== {variant}", flush=True)

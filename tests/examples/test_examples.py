@@ -37,7 +37,7 @@ PRINTED = {
     "vision_language": r"(?s)FP8 flow: 8 of 8 blocks patched.*captions of pictures that are new",
 }
 NEEDED = {
-    "fine_tuning": ("transformers", "accelerate", "trl", "datasets"),
+    "fine_tuning": ("transformers", "accelerate", "trl", "datasets", "peft"),
     "trainer": ("transformers", "accelerate"),
 }
 QUICK = f"{commands('fine_tuning')[0]} --questions 3 --steps 12"
