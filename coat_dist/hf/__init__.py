@@ -6,6 +6,7 @@ themselves, ``loss.py`` the loss without logits. transformers is imported when a
 patched.
 """
 
+from .loss import log_probs
 from .patch import is_transformers_model, patch_model, unpatch_model
 
-__all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
+__all__ = ["is_transformers_model", "log_probs", "patch_model", "unpatch_model"]

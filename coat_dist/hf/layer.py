@@ -146,11 +146,11 @@ class DecoderLayer(Block):
 
 
 def _takes_norm(block: Any) -> bool:
-    return not _gathers_itself(block.__class__) and block.coat_runs()
+    return not is_fully_sharded(block.__class__) and block.coat_runs()
 
 
 @functools.cache
-def _gathers_itself(cls: Any) -> bool:
+def is_fully_sharded(cls: Any) -> bool:
     """Whether ``fully_shard`` made a block's class: weights are there only once it is called."""
     return any(base.__name__ == "FSDPModule" for base in cls.__mro__)
 
