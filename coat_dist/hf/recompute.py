@@ -43,7 +43,7 @@ class Dial:
         if not self.settled:
             if i == 0:
                 self._begin()
-            allocated, *_ = _memory()
+            allocated = torch.cuda.memory_allocated()  # 0 without a GPU
             if i == self.layers - 1:
                 self.kept = allocated - self.before
             self.before = allocated
@@ -53,25 +53,15 @@ class Dial:
         if self.began is None:
             self.began = weight_changes()
         elif self.began != weight_changes():
-            _, peak, usable = _memory()
             if self.kept > 0:
-                self.first -= (usable - peak) // self.kept
+                free, total = torch.cuda.mem_get_info()
+                usable = free + torch.cuda.memory_reserved() - int(_RESERVE * total)
+                self.first -= (usable - torch.cuda.max_memory_allocated()) // self.kept
             if dist.is_initialized():
                 found = [0] * dist.get_world_size()
                 dist.all_gather_object(found, self.first)
                 self.first = max(found)
             self.settled = True
-
-
-def _memory() -> tuple[int, int, int]:
-    """Bytes of tensors now, of all at the worst moment, and those that may be used; without a GPU
-    zeros.
-    """
-    if not torch.cuda.is_available():
-        return 0, 0, 0
-    free, total = torch.cuda.mem_get_info()
-    usable = free + torch.cuda.memory_reserved() - int(_RESERVE * total)
-    return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), usable
 
 
 class RecomputedLayer(DecoderLayer):

@@ -15,7 +15,7 @@ from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.blocks import boundary
 from coat_dist.flow.core.products import saved_format
 from coat_dist.flow.saved import saved_for_backward
-from coat_dist.hf import patch_model, recompute
+from coat_dist.hf import patch_model
 from coat_dist.hf.layer import DecoderLayer
 from coat_dist.ops import dequantize, quantize_groups
 
@@ -107,7 +107,13 @@ def test_the_first_layers_recompute(reentrant, boundaries, ran):
 def test_auto_recomputes_the_fewest_layers_that_fit(usable, n, ran, monkeypatch):
     """With layers that keep 100 bytes of a GPU whose peak was 1000."""
     model = built(recompute="auto")
-    monkeypatch.setattr(recompute, "_memory", lambda: (100 * len(ran), 1000, usable))
+    for name, value in (
+        ("memory_allocated", lambda: 100 * len(ran)),
+        ("max_memory_allocated", lambda: 1000),
+        ("memory_reserved", lambda: usable - 900),
+        ("mem_get_info", lambda: (1000, 2000)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     counts = []
     for _ in range(4):
