@@ -52,11 +52,17 @@ KINDS = {
     "optimizer": (True, False),
     "flow": (False, True),
     "coat": (True, True),
+    "boundaries": (True, True),
     "frozen": (True, True),
 }
-"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow. "frozen" runs
-in the LoRA phase alone: it is "coat" with frozen weights in FP8.
+"""Kinds of runs: whether the optimizer is CoatAdamW, and whether layers run the flow. "boundaries"
+is "coat" with all layers recomputed from 8-bit inputs; "frozen", in the LoRA phase alone, is "coat"
+with frozen weights in FP8.
 """
+MORE = {
+    "boundaries": {"boundaries": "fp8", "recompute": 999},
+    "frozen": {"frozen_weights": "fp8"},
+}
 ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -153,9 +159,7 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
         "optimizer": {"type": "CoatAdamW" if optimizer else "AdamW", "params": params},
     }
     if optimizer or flow:
-        found["coat"] = {"activation": {"enabled": flow}}
-    if kind == "frozen":
-        found["coat"]["activation"]["frozen_weights"] = "fp8"
+        found["coat"] = {"activation": {"enabled": flow, **MORE.get(kind, {})}}
     return found
 
 
