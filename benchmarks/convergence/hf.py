@@ -59,7 +59,7 @@ KINDS = {
 is "coat" with all layers recomputed from 8-bit inputs; "frozen", in the LoRA phase alone, is "coat"
 with frozen weights in FP8.
 """
-MORE = {
+MORE: dict[str, dict[str, Any]] = {
     "boundaries": {"boundaries": "fp8", "recompute": 999},
     "frozen": {"frozen_weights": "fp8"},
 }

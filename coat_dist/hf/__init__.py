@@ -6,7 +6,8 @@ themselves, ``loss.py`` the loss without logits. transformers is imported when a
 patched.
 """
 
+from ..patching.changes import unpatch_model
 from .loss import log_probs
-from .patch import is_transformers_model, patch_model, unpatch_model
+from .patch import is_transformers_model, patch_model
 
 __all__ = ["is_transformers_model", "log_probs", "patch_model", "unpatch_model"]

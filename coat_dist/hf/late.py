@@ -63,8 +63,6 @@ from ..flow.core.weights import weight_changes
 from ..flow.function import version_of
 from .modules import ONE, opaque
 
-__all__ = ["LogitsOnRead", "MakeLate", "Pass", "forward", "parameters"]
-
 IGNORED = -100
 _PART = 2**26
 """Most logits that :func:`_reduce` makes at a time: 128 MiB in BF16. Not tuned."""

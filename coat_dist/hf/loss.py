@@ -35,8 +35,6 @@ from .late import MakeLate, Pass, forward, parameters
 from .layer import is_fully_sharded
 from .modules import ModePatched, fits, inlined, is_cached, opaque
 
-__all__ = ["ChunkedLM", "LossHead", "log_probs", "why_plain"]
-
 
 @opaque
 def why_plain(model: Any) -> str | None:

@@ -16,7 +16,6 @@ from torch import nn
 from ..config import ActivationConfig, CoatConfigError
 from ..extras import need
 from ..flow.core.frozen import FrozenWeight, replace
-from ..patching.changes import unpatch_model
 from ..patching.plan import Plan
 from ..patching.reasons import has_plain_weight, module_of
 from ..patching.report import PatchReport, check_unpatched, condensed
@@ -45,8 +44,6 @@ from .modules import (
 from .recognize import is_causal_lm, layer_norms, norm_kind
 from .recompute import Dial, RecomputedLayer
 from .sinks import SinkAttention, has_sinks
-
-__all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
 
 BLOCKS = "self_attn", "mlp"
 """Of layers that ``layer_norms`` knows."""
@@ -87,8 +84,7 @@ def patch_model(model: nn.Module, config: Config | ActivationConfig) -> PatchRep
     plan = plan_model(model, config)
     if plan.patched:
         plan.apply(model)
-        if plan.settings.frozen_weights == "fp8":
-            _freeze(plan)
+        _freeze(plan)
     return plan.report
 
 
@@ -275,19 +271,25 @@ def frozen_weights(plan: Plan) -> dict[int, bool]:
 
 
 def _freeze(plan: Plan) -> None:
-    """Quantize frozen weights one after the other, each where it lies."""
-    weights = frozen_weights(plan)
-    left = []
+    """Quantize frozen weights one after the other, each where it lies; without the key those that
+    were loaded as codes of another format.
+    """
+    weights, left = frozen_weights(plan), []
+    wanted = plan.settings.frozen_weights == "fp8"
     for entry in plan.entries:
         for name, p in entry.module.named_parameters(prefix=entry.name):
             if id(p) in weights:
                 transposed = weights.pop(id(p))  # another module may share it
-                if getattr(p, "format", None) != plan.settings.format:  # else loaded as these codes
+                loaded = isinstance(p, FrozenWeight)
+                if (wanted or loaded) and getattr(p, "format", None) != plan.settings.format:
                     replace(p, FrozenWeight.of(p, plan.settings.format, transposed))
             elif not (p.requires_grad or isinstance(p, FrozenWeight)) and p.dim() > 1:
                 left.append(name)
     others = ", ".join(condensed(left)) or "no others"
-    plan.report.note(f"frozen weights in the flow are FP8 codes alone; frozen in BF16: {others}")
+    if wanted:
+        plan.report.note(
+            f"frozen weights in the flow are FP8 codes alone; frozen in BF16: {others}"
+        )
 
 
 def _unknown_forward(model: nn.Module) -> str:

@@ -15,8 +15,6 @@ from ..flow.core.weights import weight_changes
 from .layer import DecoderLayer
 from .modules import fits, opaque, runs_flow
 
-__all__ = ["Dial", "RecomputedLayer"]
-
 _RESERVE = 0.05
 """Share of the GPU's memory that ``"auto"`` leaves free: for batches that are a little longer, and
 for what the allocator loses between tensors. Not tuned.

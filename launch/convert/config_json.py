@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from coat_dist import CoatConfigError
 from coat_dist.config import explain, load_json
-from coat_dist.hf.recognize import ACTIVATIONS as ACTIVATION_NAMES
 from launch.convert.families import FAMILIES, Family
 from launch.model.model_config import ModelConfig
 
@@ -25,6 +24,15 @@ SIZES = {
     "max_position_embeddings": "seq_length",
 }
 """Keys that every config.json has, and their names in ``ModelConfig``."""
+ACTIVATION_NAMES = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_new": "geglu_tanh",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "quick_gelu": "quick_geglu",
+}
+"""``hidden_act`` of a gated MLP, and the activation in ``ModelConfig``."""
 _NULLS = ("sliding_window", "num_key_value_heads")
 """Keys whose null is not the same as a key that is absent."""
 _OF_EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")

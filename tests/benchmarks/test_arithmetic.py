@@ -90,7 +90,14 @@ def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch) ->
 def step(ms: float, **more: Any) -> dict[str, Any]:
     speeds = {"step_ms": ms, "tokens_per_second_per_gpu": 1000 / ms, "peak_gib": 2.0}
     losses = {"losses": [2.0, 1.0], "first_loss": 2.0, "last_loss": 1.0}
-    return {"micro_batch": 8, "state_bytes_per_parameter": 8.0, **speeds, **losses, **more}
+    return {
+        "micro_batch": 8,
+        "sequence": 2048,
+        "state_bytes_per_parameter": 8.0,
+        **speeds,
+        **losses,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(

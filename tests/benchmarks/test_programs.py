@@ -31,7 +31,7 @@ TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
 # Program, launcher, arguments, its result, and a ratio or measure that the result must have.
 RUNS = [
     ("convergence.pairs", "", "--layers 1 --hidden 256 --sequence 16 --batch 2 --steps 4 --pairs 2 "
-     "--vocabulary 300 --text-bytes 300K --processes 1 --folder OUT", "pairs", "gap_se"),
+     "--vocabulary 300 --text-bytes 300K --processes 1 --folder OUT --name tiny", "tiny", "gap_se"),
     ("speed.whole_report", "", "--plot OUT/w.png", None, "| both | "),
     ("speed.collectives", "2", "--presets llama2-7b --tokens 64 --sequence 32 --layers 1 " + SMALL,
      "collectives", "gathered_bytes"),
