@@ -3,14 +3,18 @@ made on use.
 """
 
 import copy
+import gc
 import io
+import json
 import weakref
 from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch.nn.modules import module
 from torch.profiler import profile
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +31,7 @@ from .tiny import relative, step, tiny, tokens
 
 FP8 = ActivationConfig(frozen_weights="fp8")
 BLOCK = {"coat": {"activation": {"frozen_weights": "fp8"}}}
+five = pytest.mark.skipif(transformers.__version__ < "5", reason="needs transformers 5")
 EACH = pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 
 
@@ -88,6 +93,7 @@ def test_losses_and_gradients(make):
     assert equal(step(checkpointed), (loss, grads))
 
 
+@five
 @EACH
 def test_loading_makes_the_codes_of_patching(name, monkeypatch, tmp_path):
     """From one weight after the other, and what is not frozen as it was."""
@@ -111,6 +117,22 @@ def test_loading_makes_the_codes_of_patching(name, monkeypatch, tmp_path):
     assert digest_of(model) == digest_of(whole)
     with pytest.raises(CoatConfigError, match="while a model is loaded"):
         FrozenWeightsConfig({"coat": {}})
+
+
+@five
+def test_loading_leaves_what_a_checkpoint_lacks(tmp_path):
+    """A new layer begins as without codes and trains; a load that fails leaves no hook."""
+    body(config=None).save_pretrained(tmp_path)
+    config = FrozenWeightsConfig(BLOCK)
+    load = partial(AutoModelForCausalLM.from_pretrained, tmp_path, quantization_config=config)
+    model = load(num_hidden_layers=3)
+    assert len(frozen(model)) == 14 and json.loads(config.to_json_string(use_diff=False))
+    for p in model.model.layers[2].parameters():
+        assert p.requires_grad and p.float().std() < 0.1
+    with pytest.raises((CoatConfigError, RuntimeError)):
+        load(vocab_size=96)
+    gc.collect()
+    assert not module._global_parameter_registration_hooks
 
 
 @EACH
