@@ -83,9 +83,7 @@ LOSSES = {"grpo": grpo, "dpo": dpo}
 
 def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, Any]]:
     """The record of a variant."""
-    import deepspeed
-
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     parts = set(case["variant"].split("+"))
     direct = "direct" in parts
     engine = build(parts - {"direct"}, case, device)

@@ -37,6 +37,8 @@ def build_coat_adamw(
     options = {**coat.optimizer.model_dump(), **params}
     for name in OF_ADAM:
         options.pop(name, None)
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
 
     def make(groups: list[dict[str, Any]]) -> CoatAdamW:
         return CoatAdamW(experts_apart(groups), **options)

@@ -20,7 +20,6 @@ from torch import nn
 
 from .. import flow
 from ..flow.function import once_per_tensor
-from ..patching.reasons import module_of
 from .modules import (
     CACHES,
     ONE,
@@ -258,8 +257,8 @@ class FusedAttention(Fused):
         documents = None
         if settings.attention == "fp8":
             # Another library may compute attention under this name: over ranks, as DeepSpeed's
-            # Ulysses, or its own.
-            package, _, _ = module_of(attend).partition(".")
+            # Ulysses, or its own. Kernels of the hub are partial functions.
+            package, _, _ = getattr(attend, "func", attend).__module__.partition(".")
             if package in ("transformers", "coat_dist"):
                 documents = _compressed(self, q, k, mask, kwargs)
         weights, o8 = None, None

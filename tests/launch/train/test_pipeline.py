@@ -158,6 +158,13 @@ def test_a_checkpoint_of_stages_is_no_checkpoint_of_tensor_parallel_ranks():
     for info, sizes in (({"pipeline": {"stages": 2}}, (1, 2)), ({}, (2, 1))):
         module = torch.nn.Module()
         module.universal_checkpoint_info = info
-        engine = SimpleNamespace(mp_world_size=2, optimizer=None, module=module)
+        engine = SimpleNamespace(
+            mp_world_size=2,
+            seq_dp_world_size=1,
+            global_steps=0,
+            zero_optimization_stage=lambda: 0,
+            optimizer=None,
+            module=module,
+        )
         found = describe(engine)
         assert (found["tensor_parallel"], found["pipeline_stages"]) == sizes
