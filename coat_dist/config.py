@@ -186,10 +186,9 @@ class ActivationConfig(_Block):
     """Where these codes are: "cpu" keeps them in pinned host memory, and loads those of a layer
     while backward is at the next.
     """
-    recompute: Any = None
+    recompute: int | None = Field(default=None, ge=0)
     """How many layers gradient checkpointing recomputes: the first ones of each stack; the others
-    keep what backward needs. A number turns it on by itself; "auto" finds, for the longest stack,
-    the smallest that fits, by the peak of the first step. null recomputes all layers where the
+    keep what backward needs. A number turns it on by itself; null recomputes all layers where the
     program turns it on.
     """
     tiles: int = Field(default=1, ge=1)
@@ -228,9 +227,6 @@ class ActivationConfig(_Block):
             _refuse(
                 "tp_invariant", "true with fp8_gather false", "tp_invariant needs fp8_gather true"
             )
-        n = self.recompute
-        if n not in (None, "auto") and (type(n) is not int or n < 0):
-            _refuse("recompute", json.dumps(n), 'an integer >= 0, "auto" or null')
         if self.frozen_weights == "fp8" and self.forward_scales == "tensor":
             _refuse("frozen_weights", '"fp8" with forward_scales "tensor"', '"bf16"')
         if self.expert_dispatch == "fp8" and self.forward_scales == "tensor":  # would round twice

@@ -55,10 +55,8 @@ class Part(NamedTuple):
     names in the module, and their classes before the patch. Of those that are ``nn.Linear``, the
     flow reads the weights; they may stand inside of adapters.
     """
-    recompute: Any = True
-    """Of a layer: whether gradient checkpointing recomputes it, or the ``Dial`` that says so, and
-    its number.
-    """
+    recompute: bool = True
+    """Of a layer: whether gradient checkpointing recomputes it."""
     compress: bool = False
     """Of a layer: whether gradient checkpointing keeps codes of its input."""
 

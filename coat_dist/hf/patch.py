@@ -42,7 +42,7 @@ from .modules import (
     why_parts_act,
 )
 from .recognize import is_causal_lm, layer_norms, norm_kind
-from .recompute import Dial, RecomputedLayer
+from .recompute import RecomputedLayer
 from .sinks import SinkAttention, has_sinks
 
 BLOCKS = "self_attn", "mlp"
@@ -100,16 +100,10 @@ def plan_model(model: nn.Module, config: Config | ActivationConfig) -> Plan:
     plan = Plan(config)
     stacks = layer_lists(model)
     check_bf16_layers(config, max(map(len, stacks.values()), default=0))
-    longest = max(stacks.values(), key=len, default=[])
-    dial = Dial(len(longest)) if config.recompute == "auto" else None
     for layers in stacks.values():
         kept = bf16_layers(config, len(layers))
         for i, (name, layer) in enumerate(layers):
-            recompute: Any = config.recompute
-            if dial is not None and layers is longest:
-                recompute = dial, i
-            else:
-                recompute = not isinstance(recompute, int) or i < recompute
+            recompute = config.recompute is None or i < config.recompute
             _plan_layer(plan, name, layer, "bf16_layers" if i in kept else None, recompute)
     plan.fill_report()
     if not plan.patched:
@@ -169,7 +163,7 @@ def _routes(layer: nn.Module) -> bool:
     return any(name in ("experts", "router") for name in names)
 
 
-def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None, recompute: Any) -> None:
+def _plan_layer(plan: Plan, name: str, layer: Any, whole: str | None, recompute: bool) -> None:
     """Plan a layer, or with a reason in ``whole`` leave all of its blocks in BF16."""
     entries = [
         plan.add(block_name, layer, block, RECOGNIZERS, whole)

@@ -58,8 +58,7 @@ class Run:
             )
         recompute = p.recompute
         if library is not None and p.coat is not None and p.coat.activation.recompute is not None:
-            n = p.coat.activation.recompute
-            recompute = {"recompute_num_layers": p.model.num_layers if n == "auto" else n}
+            recompute = {"recompute_num_layers": p.coat.activation.recompute}
         return cls(
             model=p.model,
             settings=p.settings,
