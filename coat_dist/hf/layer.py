@@ -33,6 +33,8 @@ from .modules import (
 )
 from .recognize import Attention, LayerNorms, rotation_of
 
+__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides", "is_fully_sharded"]
+
 
 @once_per_tensor
 def _table(cos: torch.Tensor, sin: torch.Tensor, rotation: str) -> flow.RopeTable:
