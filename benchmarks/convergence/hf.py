@@ -41,7 +41,7 @@ from benchmarks.common import (
     show,
     write_result,
 )
-from benchmarks.convergence.pairs import NUDGE
+from benchmarks.convergence.pairs_run import NUDGE
 from benchmarks.speed.hf import shape
 from coat_dist.nodes import free_port
 

@@ -15,7 +15,7 @@ from benchmarks import timing
 from benchmarks.accuracy.trajectories import Trained, measure, ratios
 from benchmarks.accuracy.trajectory_gradients import Gradients
 from benchmarks.common import dumps, result_path, write_json
-from benchmarks.convergence import pairs
+from benchmarks.convergence import pairs, pairs_run
 from benchmarks.convergence.pairs_report import plot, report
 from benchmarks.ranks import OUT_OF_MEMORY, Ended
 from benchmarks.speed import families, fsdp, hf, megatron_loop, step_trace, train, whole
@@ -79,10 +79,10 @@ def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch) ->
     job = {"variant": "coat from 5%", "seed": 3, "settings": pairs.settings(options, text)}
     job |= {"text": str(tmp_path / "text"), "graph": True, "saved": str(tmp_path / "run.pt")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    whole = pairs.train(job | {"deadline": float("inf")})
-    monkeypatch.setattr(pairs.time, "monotonic", itertools.count().__next__)
-    assert pairs.train(job | {"deadline": 4}) == {"stopped": 5}
-    resumed = pairs.train(job | {"deadline": float("inf")})
+    whole = pairs_run.train(job | {"deadline": float("inf")})
+    monkeypatch.setattr(pairs_run.time, "monotonic", itertools.count().__next__)
+    assert pairs_run.train(job | {"deadline": 4}) == {"stopped": 5}
+    resumed = pairs_run.train(job | {"deadline": float("inf")})
     assert resumed | {"seconds": 0} == whole | {"seconds": 0}
     assert whole["curve"][0] > whole["training_loss"]
 
