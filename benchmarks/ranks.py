@@ -25,7 +25,15 @@ import torch
 from benchmarks.common import ROOT, python_path
 from coat_dist.nodes import free_port
 
-__all__ = ["OUT_OF_MEMORY", "Ended", "as_rank", "run", "run_variant", "wait_for_ranks"]
+__all__ = [
+    "OUT_OF_MEMORY",
+    "Ended",
+    "as_rank",
+    "run",
+    "run_variant",
+    "show_failed",
+    "wait_for_ranks",
+]
 
 OUT_OF_MEMORY = 7
 """Exit status."""
@@ -130,16 +138,26 @@ def run_variant(
     program: str,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """A variant's name and steps, and how it ended early, if it did; see :func:`run`."""
+    """A variant's name and steps, and how it ended early, if it did; see :func:`run`. The case's
+    "sizes" say what each step measures, in order.
+    """
     steps, statuses, log = run(case, limit, program, variables)
     found: dict[str, Any] = {"variant": case["variant"], "steps": steps}
     if OUT_OF_MEMORY in statuses:
-        found["out_of_memory_at"] = case["micro_batches"][len(steps)]
+        found["out_of_memory_at"] = case["sizes"][len(steps)]
     elif any(statuses):
         found["error"] = log[-900:]
     elif None in statuses:
         found["cut_after_s"] = limit
     return found
+
+
+def show_failed(variants: Iterable[Mapping[str, Any]]) -> None:
+    """Print why a variant has no step."""
+    for one in variants:
+        if not one["steps"]:
+            why = one.get("error", "out of memory, or of time").strip().splitlines()[-1]
+            print(f"{one['variant']:<28} {why}", flush=True)
 
 
 def wait_for_ranks(

@@ -160,7 +160,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     """The record of a framework with a variant."""
     name, *parts = case["variant"].split("+")
     kind, shape = hf.MODELS[case["model"]]
-    (batch,) = case["micro_batches"]
+    (batch,) = case["sizes"]
     config = transformers.AutoConfig.for_model(
         kind, **shape, max_position_embeddings=case["sequence"], use_cache=False
     )
@@ -204,7 +204,8 @@ def parse(given: list[str]) -> argparse.Namespace:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     found: dict[str, list[dict[str, Any]]] = {}
-    case = options(arguments, "variants", "limit")
+    case = options(arguments, "variants", "limit", "micro_batches")
+    case["sizes"] = arguments.micro_batches
     offline = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
     for name in arguments.frameworks:
         if not importlib.util.find_spec(FRAMEWORKS[name]):

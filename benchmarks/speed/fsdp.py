@@ -263,7 +263,7 @@ def checkpoint_of(variant: str, folder: str, go: Callable[..., dict[str, Any]]) 
 def main() -> None:
     arguments = parse()
     case = options(arguments, "variants", "limit", "trunk")
-    case["micro_batches"] = [arguments.micro_batch]
+    case["sizes"] = [arguments.micro_batch]
     found, installed = [], candidates()
 
     def go(variant: str, **more: Any) -> dict[str, Any]:

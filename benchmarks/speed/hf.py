@@ -250,6 +250,22 @@ def random_tokens(
         yield torch.randint(vocabulary, size, generator=generator).to(device)
 
 
+def measured(
+    step: Callable[[Any], torch.Tensor],
+    generator: torch.Generator,
+    case: dict[str, Any],
+    size: tuple[int, int],
+    vocabulary: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """:func:`timed_steps` on random tokens, with the first and the last loss."""
+    drawn = random_tokens(generator, case, size, vocabulary, device)
+    tokens = case.get("accumulation", 1) * math.prod(size)
+    found = timed_steps(step, drawn, tokens, case["warm_up"], device)
+    losses = found.pop("losses")
+    return found | {"first_loss": losses[0], "last_loss": losses[-1]}
+
+
 def noisy_text(seed: int, rows: int, length: int, vocabulary: int) -> torch.Tensor:
     """Tokens that a model can learn, down to a loss of log(16): each is the one before plus one
     of 16 numbers.
@@ -275,18 +291,9 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
             engine.step()
         return loss
 
-    for size in itertools.product(case["micro_batches"], case["sequences"]):
-        drawn = random_tokens(generator, case, size, vocabulary, device)
-        tokens = case["accumulation"] * math.prod(size)
-        found = timed_steps(step, drawn, tokens, case["warm_up"], device)
-        losses = found.pop("losses")
-        yield {
-            "micro_batch": size[0],
-            "sequence": size[1],
-            **found,
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-        }
+    for size in case["sizes"]:
+        found = measured(step, generator, case, size, vocabulary, device)
+        yield {"micro_batch": size[0], "sequence": size[1], **found}
 
 
 def _size(step: dict[str, Any]) -> tuple[int, int]:
@@ -353,8 +360,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    case = options(arguments, "variants", "limit", "sequence")
-    case |= {"sequences": arguments.sequence, "sequence": max(arguments.sequence)}
+    case = options(arguments, "variants", "limit", "sequence", "micro_batches")
+    case["sequence"] = max(arguments.sequence)
+    case["sizes"] = list(itertools.product(arguments.micro_batches, arguments.sequence))
     found = []
     for variant in arguments.variants:
         print(f"== {variant}", flush=True)

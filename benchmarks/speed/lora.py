@@ -22,8 +22,8 @@ import torch
 import coat_dist
 from benchmarks.arguments import argument_parser, positive_int
 from benchmarks.common import options, show, write_result
-from benchmarks.ranks import as_rank, run_variant
-from benchmarks.speed.hf import MODELS, random_tokens, timed_steps, untrained
+from benchmarks.ranks import as_rank, run_variant, show_failed
+from benchmarks.speed.hf import MODELS, measured, untrained
 
 VARIANTS = [
     "peft",
@@ -90,10 +90,7 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     generator = torch.Generator().manual_seed(1)
     size, vocabulary = (case["micro_batch"], case["sequence"]), model.config.vocab_size
-    drawn = random_tokens(generator, case, size, vocabulary, device)
-    found = timed_steps(step, drawn, size[0] * size[1], case["warm_up"], device)
-    losses = found.pop("losses")
-    yield found | {"first_loss": losses[0], "last_loss": losses[-1]}
+    yield measured(step, generator, case, size, vocabulary, device)
 
 
 def compare(variants: Sequence[dict[str, Any]]) -> None:
@@ -114,10 +111,7 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
             peak_gib_to_liger=".3f",
             last_loss=".4f",
         )
-    for one in variants:
-        if not one["steps"]:
-            why = one.get("error", "out of memory, or of time").strip().splitlines()[-1]
-            print(f"{one['variant']:<28} {why}", flush=True)
+    show_failed(variants)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -145,7 +139,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     case = options(arguments, "variants", "limit") | {"ranks": 1}
-    case["micro_batches"] = [arguments.micro_batch]
+    case["sizes"] = [arguments.micro_batch]
     if arguments.layers:
         case["shape"] = {"num_hidden_layers": arguments.layers}
     found = []

@@ -251,7 +251,7 @@ def main() -> None:
     arguments = parse()
     case = options(arguments, "variants", "limit", "resume_ranks", "resume_layers", "layers")
     data_parallel = arguments.ranks // arguments.tensor_parallel
-    case |= {"micro_batches": [arguments.micro_batch], "global_micro_batches": data_parallel}
+    case |= {"sizes": [arguments.micro_batch], "global_micro_batches": data_parallel}
     small = case | {"variant": "coat", "steps": 12, "lr": 10 * arguments.lr}
     for one, layers in ((case, arguments.layers), (small, arguments.resume_layers)):
         one["model_override"] = [*arguments.model_override, f"num_layers={layers}"]

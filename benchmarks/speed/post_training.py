@@ -25,8 +25,8 @@ import torch.nn.functional as F
 import coat_dist
 from benchmarks.arguments import argument_parser, positive_int
 from benchmarks.common import options, show, write_result
-from benchmarks.ranks import as_rank, run_variant
-from benchmarks.speed.hf import MODELS, build, random_tokens, timed_steps, untrained
+from benchmarks.ranks import as_rank, run_variant, show_failed
+from benchmarks.speed.hf import MODELS, build, measured, untrained
 
 VARIANTS = ["coat+liger", "coat+flow"]
 REFERENCE = {"coat": {"activation": {"evaluation": "flow", "frozen_weights": "fp8"}}}
@@ -98,10 +98,8 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     size = case["micro_batch"], case["sequence"]
     vocabulary = MODELS[case["model"]][1]["vocab_size"]
-    drawn = random_tokens(torch.Generator().manual_seed(1), case, size, vocabulary, device)
-    found = timed_steps(step, drawn, size[0] * size[1], case["warm_up"], device)
-    losses = found.pop("losses")
-    yield found | {"first_loss": losses[0], "last_loss": losses[-1]}
+    generator = torch.Generator().manual_seed(1)
+    yield measured(step, generator, case, size, vocabulary, device)
 
 
 def compare(variants: Sequence[dict[str, Any]]) -> None:
@@ -123,9 +121,7 @@ def compare(variants: Sequence[dict[str, Any]]) -> None:
                 first_loss=".4f",
                 last_loss=".4f",
             )
-        if not one["steps"]:
-            why = one.get("error", "out of memory, or of time").strip().splitlines()[-1]
-            print(f"{one['variant']:<28} {why}", flush=True)
+    show_failed(variants)
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -149,7 +145,7 @@ def main() -> None:
     arguments = parse()
     case = options(arguments, "variants", "limit")
     case |= {"ranks": 1, "stage": 2, "accumulation": 1}
-    case["micro_batches"] = [arguments.micro_batch]
+    case["sizes"] = [arguments.micro_batch]
     case["shape"] = {"num_hidden_layers": arguments.layers}
     found = []
     for variant in arguments.variants:
