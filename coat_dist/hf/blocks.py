@@ -30,7 +30,7 @@ from .adapters import adapters_of, base_of
 from .experts import Experts, experts_in, experts_kind, why_not_experts
 from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
-from .recognize import attention_kind, layer_norms, mlp_kind, norm_kind
+from .recognize import attention_kind, is_mlp, layer_norms, mlp_kind, norm_kind
 
 __all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of", "why_called"]
 
@@ -66,7 +66,7 @@ def _is_list(name: str, module: nn.Module) -> bool:
 def _is_block(name: str, module: nn.Module) -> bool:
     """Whether a module is a block wherever it stands."""
     experts = name.endswith("experts") or experts_kind(module) is not None
-    return experts or mlp_kind(module) is not None
+    return experts or is_mlp(module)
 
 
 def _inner_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -33,7 +33,7 @@ from .modules import (
 )
 from .recognize import Attention, LayerNorms, rotation_of
 
-__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides", "is_fully_sharded"]
+__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
 
 
 @once_per_tensor
@@ -145,11 +145,11 @@ class DecoderLayer(Block):
 
 
 def _takes_norm(block: Any) -> bool:
-    return not is_fully_sharded(block.__class__) and block.coat_runs()
+    return not _gathers_itself(block.__class__) and block.coat_runs()
 
 
 @functools.cache
-def is_fully_sharded(cls: Any) -> bool:
+def _gathers_itself(cls: Any) -> bool:
     """Whether ``fully_shard`` made a block's class: weights are there only once it is called."""
     return any(base.__name__ == "FSDPModule" for base in cls.__mro__)
 

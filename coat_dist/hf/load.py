@@ -34,7 +34,7 @@ class FrozenWeightsConfig(QuantizationConfigMixin):
         config: what ``deepspeed.initialize`` takes, with ``"frozen_weights": "fp8"``.
 
     Raises:
-        CoatConfigError: ``frozen_weights`` is another.
+        CoatConfigError: ``frozen_weights`` is another; transformers is older than 5.
     """
 
     def __init__(self, config: Config) -> None:

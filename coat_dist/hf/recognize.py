@@ -32,6 +32,7 @@ __all__ = [
     "attention_kind",
     "fingerprint",
     "is_causal_lm",
+    "is_mlp",
     "layer_norms",
     "mlp_kind",
     "norm_kind",
@@ -241,6 +242,11 @@ class MLPKind(NamedTuple):
     last: str
     activation: str | None
     """The flow's name of it; None of one that the flow does not have."""
+
+
+def is_mlp(module: Any) -> bool:
+    """Whether a module reads as an MLP that runs in one piece, whatever its activation."""
+    return _forward(module) in MLPS
 
 
 def mlp_kind(module: Any) -> MLPKind | None:
