@@ -20,6 +20,7 @@ __all__ = [
     "CoatConfigError",
     "convert_to_universal",
     "initialize",
+    "log_probs",
     "param_groups",
     "patch_model",
     "safe_get_full_moment",
@@ -36,7 +37,7 @@ def __getattr__(name: str) -> Any:
         from .deepspeed.engine import initialize
 
         return initialize
-    if name in ("patch_model", "unpatch_model"):
+    if name in ("log_probs", "patch_model", "unpatch_model"):
         from . import hf
 
         return getattr(hf, name)

@@ -6,11 +6,11 @@
 Each variant has a process of its own, which trains a model with random weights under DeepSpeed's
 ZeRO-2. Nothing is generated: a step is the update on random completions, which fill each sequence
 but for its first token. Log-probabilities are those of TRL's output layer
-(``trl.trainer.utils.add_fused_lm_head``), which makes logits in tiles. GRPO's ratios are to the
-log-probabilities of the same step. DPO compares with a frozen reference model: BF16, or with
-``flow`` patched, with weights in FP8. The first half of a batch is chosen, the second rejected.
-Parts of a variant are otherwise those of ``benchmarks.speed.hf``; ratios are to the first variant.
-Writes ``speed/post-training-LOSS.json``.
+(``trl.trainer.utils.add_fused_lm_head``), which makes logits in tiles; of a variant with ``direct``
+those of ``coat_dist.log_probs``. GRPO's ratios are to the log-probabilities of the same step. DPO
+compares with a frozen reference model: BF16, or with ``flow`` patched, with weights in FP8. The
+first half of a batch is chosen, the second rejected. Parts of a variant are otherwise those of
+``benchmarks.speed.hf``; ratios are to the first variant. Writes ``speed/post-training-LOSS.json``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.common import options, show, write_result
 from benchmarks.ranks import as_rank, run_variant, show_failed
 from benchmarks.speed.hf import MODELS, build, measured, untrained
 
-VARIANTS = ["coat+liger", "coat+flow"]
+VARIANTS = ["coat+liger", "coat+flow", "coat+flow+direct"]
 REFERENCE = {"coat": {"activation": {"evaluation": "flow", "frozen_weights": "fp8"}}}
 BETA, CLIP = 0.1, 0.2
 LogProbs = Callable[[torch.Tensor], torch.Tensor]
@@ -49,10 +49,12 @@ def reference(case: dict[str, Any], policy: Any, flow: bool, device: torch.devic
     return model
 
 
-def scored(model: Any, module: Any) -> LogProbs:
+def scored(model: Any, module: Any, direct: bool) -> LogProbs:
     """Log-probabilities ``[b, s - 1]`` of the next tokens; ``module`` is the model without an
     engine around it.
     """
+    if direct:
+        return lambda tokens: coat_dist.log_probs(model, tokens)
     from trl.trainer.utils import add_fused_lm_head
 
     add_fused_lm_head(module)
@@ -83,12 +85,13 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
     """The record of a variant."""
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     parts = set(case["variant"].split("+"))
-    engine = build(parts, case, device)
+    direct = "direct" in parts
+    engine = build(parts - {"direct"}, case, device)
     base = None
     if case["loss"] == "dpo":
         frozen = reference(case, engine.module, "flow" in parts, device)
-        base = scored(frozen, frozen)
-    policy = scored(engine, engine.module)
+        base = scored(frozen, frozen, direct)
+    policy = scored(engine, engine.module, direct)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss = LOSSES[case["loss"]](policy, base, tokens)

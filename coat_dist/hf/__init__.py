@@ -7,6 +7,7 @@ patched.
 """
 
 from ..patching.changes import unpatch_model
+from .loss import log_probs
 from .patch import is_transformers_model, patch_model
 
-__all__ = ["is_transformers_model", "patch_model", "unpatch_model"]
+__all__ = ["is_transformers_model", "log_probs", "patch_model", "unpatch_model"]

@@ -47,6 +47,8 @@ RUNS = [
      "lora", "tokens_per_second_per_gpu"),
     ("speed.megatron_loop", "", "--ranks 2 --tensor-parallel 2 --layers 1 --steps 3 --variants "
      f"bf16 coat --resume-ranks 1 {SMALL}", "megatron-loop-2-ranks", "tokens_per_second_ratio"),
+    ("speed.post_training", "", f"--model tiny --layers 1 --loss dpo --micro-batch 2 {HF} "
+     "--variants coat+direct coat+flow+direct", "post-training-dpo", "first_loss"),
     ("speed.pipeline", "2", "--layers 2 --seq-length 32 --micro-batches 2 --virtual-stages 1 "
      f"--kinds coat --repeats 1 --vocabulary 256 {SMALL}", "pipeline-2-stages", "ratio"),
     ("speed.planner_check", "", "--tiny --only 7b-zero2-coat-mlp-recompute-mb4",
@@ -67,7 +69,6 @@ HELP = [
     "speed.layer",
     "speed.offload",
     "speed.optimizer",
-    "speed.post_training",
     "speed.tp_layer",
     "speed.train",
 ]

@@ -7,16 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
+from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutput
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow.blocks import loss as flow_loss
-from coat_dist.hf import patch_model, unpatch_model
-from coat_dist.hf.loss import LogitsOnRead, _Late
+from coat_dist.hf import late, log_probs, patch_model, unpatch_model
+from coat_dist.hf.late import LogitsOnRead, _Late
 from tests.support import Largest
 
 from .tiny import SIZES, step, tiny, tokens
@@ -105,16 +107,16 @@ def written(logits):
 CHANGES = {
     "chunked": (
         lambda logits: logits / 2 * 3,
+        lambda logits: logits.mul_(2),
+        lambda logits: (logits, logits.exp())[0],
         lambda logits: torch.tanh(logits.double() / -3) * -3.0,
     ),
     "plain": (
         written,
-        lambda logits: logits.mul_(2),
         lambda logits: logits * torch.linspace(0.5, 1.5, 128),
         lambda logits: logits * torch.tensor(2.0),
         lambda logits: torch.tanh(torch.tanh(logits) * 3),
         lambda logits: logits * 0 + logits,
-        lambda logits: (logits, logits.exp())[0],
     ),
 }
 
@@ -142,6 +144,64 @@ def test_forward_that_changes_its_logits(how, change):
     assert not model(ids, labels=ids, detach=True).loss.requires_grad
 
 
+def gathered(logits, ids):
+    return logits.gather(-1, ids[..., None]).squeeze(-1)
+
+
+def by_sequence(logits, ids):
+    sums = torch.stack([torch.logsumexp(row, -1) for row in logits])
+    return gathered(logits[:, -9:-1], ids[:, -8:]) - sums[:, -9:-1]
+
+
+def entropy_of_parts(logits, _):
+    logs = [F.log_softmax(part, -1) for part in logits.flatten(0, 1).split(50)]
+    return torch.cat([-(each.exp() * each).sum(-1) for each in logs])
+
+
+READS = {
+    "in pieces": (
+        by_sequence,
+        entropy_of_parts,
+        lambda logits, ids: gathered(logits.float().div_(0.7).log_softmax(-1), ids),
+        lambda logits, ids: F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()),
+    ),
+    "whole": (
+        lambda logits, _: (F.softmax(logits, -1).detach() * logits).sum(-1),
+        lambda logits, _: (logits[:, 2:4], logits.mul_(3))[0].logsumexp(-1),
+        lambda logits, _: (logits, logits[:, 2:4].mul_(3))[0].logsumexp(-1),
+    ),
+}
+
+
+@pytest.mark.parametrize(("how", "read"), [(how, read) for how in READS for read in READS[how]])
+def test_what_reads_logits_row_by_row_makes_them_in_pieces(how, read, monkeypatch):
+    ids, found = tokens(8), []
+    monkeypatch.setattr(late, "_PART", 512 * 16)
+    monkeypatch.setattr(flow_loss, "_BLOCK", ids.numel() * 64)
+    for change in (lambda model: model, loss_alone):
+        model = change(tiny("gemma2", vocab_size=512))
+        with Largest() as largest:
+            out = read(model(ids).logits, ids)
+            out.square().sum().backward()
+        found.append((out.detach(), [p.grad for p in model.parameters()]))
+    assert (largest.elements < ids.numel() * 512) == (how == "in pieces")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_log_probs_are_those_of_the_logits_and_one_function():
+    ids, model = tokens(), tiny("gemma2")
+    logs = (model(ids).logits / 0.7).log_softmax(-1)[:, :-1]
+    wanted = gathered(logs, ids[:, 1:]), -(logs.exp() * logs).sum(-1)
+    for change in (lambda model: model, loss_alone):
+        got = log_probs(change(model), ids, temperature=0.7, entropy=True)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        with torch.no_grad():
+            assert torch.equal(log_probs(model, ids, temperature=0.7), got[0])
+    assert log_probs(model, ids, logits_to_keep=4).shape == (2, 3)
+    with pytest.raises(ValueError, match=r"labels: got \[2, 23\], accepted: \[2, 24\], one for"):
+        log_probs(model, ids, ids[:, 1:])
+
+
 def test_late_logits_are_made_when_they_are_read(tmp_path):
     model, ids = tiny(), tokens()
     wanted = model(ids, labels=ids).logits
@@ -153,21 +213,22 @@ def test_late_logits_are_made_when_they_are_read(tmp_path):
         and out.logits.shape == wanted.shape
     )
     fresh = model(ids, labels=ids)
-    assert torch.equal(torch.argmax(fresh.logits, -1), wanted.argmax(-1))
+    assert torch.equal(fresh.logits, wanted)
     assert torch.equal(torch.nn.functional.log_softmax(fresh.logits, -1), wanted.log_softmax(-1))
     assert model(ids, labels=ids, return_dict=False)[1].shape == wanted.shape
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), (
         "without labels"
     )
-    late = model(ids, labels=ids).logits
-    torch.save(late.clone(), tmp_path / "logits")
+    assert type(model(ids, past_key_values=DynamicCache()).logits) is torch.Tensor, "generation"
+    unread = model(ids, labels=ids).logits
+    torch.save(unread.clone(), tmp_path / "logits")
     torch.optim.SGD(model.parameters()).step()
     assert torch.equal(fresh.logits.argmax(-1), wanted.argmax(-1)), "made before"
     assert torch.equal(torch.load(tmp_path / "logits"), wanted), "saved before"
     written = model(ids, labels=ids).logits
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
-    for logits in (late, late.float(), written):
+    for logits in (unread, unread.float(), written):
         with pytest.raises(
             RuntimeError, match="logits: read after an optimizer's step, .* accepted: before it"
         ):
