@@ -1,26 +1,35 @@
 """Late logits: a tensor of logits whose values are made when something needs them.
 
-**What is recorded.** Late logits hold the hidden states and the output layer. They record the
-operations that act on each row of logits by itself (:meth:`_Late.record`): copies, conversions of
-dtype, multiples by a number, tanh, exp, softmax, log-softmax, products of two of them, and views
-that take or reorder whole rows. The results are late logits too. Multiples in place are recorded
-where no view shares the logits.
+**What is recorded.** Late logits hold the hidden states, the output layer, and the operations that
+act on each row of logits by itself (:meth:`LogitsOnRead.record`): copies, conversions of dtype,
+multiples by a number, tanh, exp, softmax, log-softmax, products of two of them, and views that take
+or regroup whole rows. The results are late logits too.
+
+**They are like any tensor.** Shape, strides and offset are those that the operation gives a tensor
+without memory (``meta``), so ``contiguous`` or ``reshape`` copies where it would copy. Views share
+the storage (:class:`_Late`) of the logits that they are views of, copies have one of their own.
+A storage holds one step (:class:`_Step`) with all before it. Steps never change, so a copy keeps
+what was there when it was made. A whole storage that is multiplied by a number in place gets
+another step; all its views see it. Every other change in place makes the values of the storage, and
+acts on the same view of them.
 
 **What is answered in pieces.** Functions that make little of each row (``_REDUCE``): cross entropy,
-``gather``, ``logsumexp``, sums and the like over the vocabulary. So ``log_softmax(-1).gather(-1,
+``gather``, ``logsumexp``, ``argmax``, sums over the vocabulary. So ``log_softmax(-1).gather(-1,
 ids)`` and entropies need no tensor of tokens times vocabulary. :func:`_cross_entropy` cuts the
 vocabulary, with the flow's kernels. :func:`_reduce` cuts the tokens: it makes the logits of some,
-applies what was recorded and the function, and makes them again in backward. Gradients go straight
-to hidden states and weight, so logits that are answered in pieces have no gradient and call no
-hooks. :func:`_hidden` makes sure that nothing between the output layer and these logits is passed
-by.
+applies what was recorded and the function, and makes them again in backward (:class:`_InPieces`).
+
+**When gradients may pass by the logits.** Gradients of an answer go straight to hidden states and
+weight. That is right only where autograd's graph from the logits to the output layer consists of
+the recorded steps, node for node (:func:`_origin`). Then nothing was detached, changed under
+``no_grad``, or put between by a wrapper. Hooks do not show there, so logits on which somebody puts
+a hook get values from then on, and a hook after an answer is an error.
 
 **What gets values.** Any other operation, and what reads memory without an operation (``numpy``,
-``data_ptr``, pickling). :meth:`_Late.tensor` makes the values once, without gradients, by the
-recorded operations. Changes in place are made to these values. To autograd, late logits are the
-output of :class:`MakeLate`, whose backward is that of a linear layer, and recorded operations are
-what they are of any tensor. So a loss of values reaches hidden states and weights, whether values
-were read under ``no_grad`` before or not.
+``data_ptr``, pickling). :meth:`_Late.tensor` makes the values once, without gradients. To
+autograd, late logits are the output of :class:`MakeLate`, whose backward is that of a linear layer,
+and recorded operations are what they are of any tensor. So a loss of values reaches hidden states
+and weights, whether values were read under ``no_grad`` before or not.
 
 **Why a tensor.** Late logits are a subclass of ``torch.Tensor`` and not an object that becomes a
 tensor, because everything that handles a model's result asks for tensors: DDP with a static graph
@@ -38,11 +47,12 @@ an optimizer's step, or after another change of weight or hidden states, raises 
 ``logits.grad`` where the loss did not use the logits, which would silently be None. ZeRO-3 lets the
 output layer's weight go when its call ends. Reading logits later is an error that names
 ``GatheredParameters``, and not a product with an empty weight. Backward through logits needs the
-weight too, and raises the same error where ZeRO-3 has not fetched it.
+weight too, and raises the same error where ZeRO-3 has not fetched it. Changes of shape in place
+(``squeeze_``) and second derivatives of answers are errors.
 
 **Two references to the hidden states.** ``ctx.hidden`` in :class:`MakeLate` has its graph, for
-answers in pieces and second derivatives. ``rows`` are detached: logits that a program detaches and
-keeps, for metrics over an epoch, hold the hidden states but no graph of the model.
+answers in pieces and second derivatives. ``_Product.hidden`` is detached: logits that a program
+detaches and keeps, for metrics over an epoch, hold the hidden states but no graph of the model.
 """
 
 from __future__ import annotations
@@ -71,13 +81,11 @@ _PART = 2**26
 class Pass:
     """A forward of a model whose output layer is to return late logits."""
 
-    def __init__(self, head: Any, keep: bool, z_loss: float) -> None:
-        self.head = head
-        """The output layer, or None where it returns values."""
-        self.options: dict[str, Any] = {"keep": keep, "z_loss": z_loss}
-        """Of :func:`coat_dist.flow.linear_cross_entropy`."""
-        self.hidden: dict[_Product, torch.Tensor] = {}
-        """The hidden states with their graph, by calls of the output layer."""
+    def __init__(self, head: Any, options: dict[str, Any]) -> None:
+        self.head, self.options = head, options
+        """The output layer, or None where it returns values, and what
+        :func:`coat_dist.flow.linear_cross_entropy` is given in the model's loss function.
+        """
         self.work: Callable[..., Any] | None = None
         """What the output layer is to compute in its next call."""
         self.why: str | None = "logits that the forward reads, or a loss without them"
@@ -92,6 +100,8 @@ class _Given(threading.local):
         self.now: Pass | None = None
         self.instead: Callable[[torch.Tensor], Any] | None = None
         """Makes what the next model returns in place of logits."""
+        self.options: dict[str, Any] = {}
+        """Those of ``now`` while it computes its loss."""
 
 
 forward = _Given()
@@ -101,95 +111,26 @@ def parameters(head: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     return head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
 
 
-class LogitsOnRead(torch.Tensor):
-    """Logits whose values are made when something needs them. The module's docstring says why this
-    is a tensor.
-    """
-
-    late: _Late
-
-    @staticmethod
-    def __new__(cls, late: _Late) -> LogitsOnRead:
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, late.shape, dtype=late.dtype, device=late.rows.device
-        )
-        self.late = late
-        return self
-
-    @classmethod
-    @opaque
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in _OF_MEMORY:
-            args, kwargs = _values((args, kwargs))
-        elif function in _REDUCE:
-            out = _REDUCE[function](function, *args, **kwargs)
-            if out is not None:
-                return out
-        with torch._C.DisableTorchFunctionSubclass():
-            out = function(*args, **kwargs)
-            if out is None and function == _T.grad.__get__ and args[0].retains_grad:
-                raise RuntimeError(
-                    "logits.grad: got none, since the loss was computed without the logits, "
-                    "accepted: a loss that is "
-                    'computed from them, or "coat": {"activation": {"loss": "plain"}}'
-                )
-            return out
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, late = kwargs or {}, getattr(args[0], "late", None)
-        if late is not None and function is _ATEN.detach.default:
-            return cls(late)
-        if late is not None and not late.has_values():
-            out = late.record(function, args, kwargs)
-            if isinstance(out, list):
-                return [cls(part) for part in out]
-            if out is not None:
-                return args[0] if out is late else cls(out)
-        values = _values(args)
-        out = function(*values, **_values(kwargs))
-        return args[0] if out is values[0] else out  # changed in place
-
-
-class _Step(NamedTuple):
-    """An operation on logits: ``function(logits, *rest, **options)``."""
-
-    function: Any
-    rest: tuple
-    options: dict[str, Any]
-
-
-class _Steps(tuple[_Step, ...]):
-    """Operations in their order. An argument of one may be other steps: what they make of the same
-    tensor.
-    """
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        out = tensor
-        for function, rest, options in self:
-            if function is _ATEN.view.default:  # of logits, or of hidden states in their place
-                out = out.reshape(*rest[0][:-1], out.shape[-1])
-            else:
-                given = [each(tensor) if isinstance(each, _Steps) else each for each in rest]
-                out = function(out, *given, **options)
-        return out
-
-    def then(self, function: Any, rest: tuple, options: Any = None) -> _Steps:
-        return _Steps((*self, _Step(function, rest, options or {})))
-
-
 class _Product:
-    """A call of the output layer."""
+    """A call of the output layer, and the step that makes logits of its rows."""
+
+    attached = True
+    path = ()
+    wide: Any = None
+    hooked = False
+    """Whether a program looks at gradients of these logits."""
+    answered = False
+    """Whether gradients of an answer pass by these logits."""
 
     def __init__(self, hidden: torch.Tensor, head: Any) -> None:
         self.hidden, self.head = hidden, head
-        self.wide: torch.Tensor | None = None
         self.seen = self._state()
+
+    def __call__(self, logits):
+        return logits
+
+    def transform(self) -> tuple[float, float]:
+        return 1.0, 0.0
 
     def _state(self) -> tuple:
         parameters = [p for p in (self.head.weight, self.head.bias) if p is not None]
@@ -213,17 +154,17 @@ class _Product:
                 'lm_head, or "coat": {"activation": {"loss": "plain"}}'
             )
 
-    def widened(self, weight: torch.Tensor) -> torch.Tensor:
+    def widened(self, weight):
         """The weight in fp32, one copy for all that is answered in pieces: autograd then sums in
-        fp32 what each piece adds to the gradient.
+        fp32 what each piece adds to the gradient. The graph of the answers keeps it.
         """
-        if self.wide is None:
-            self.wide = weight.float()
-        return self.wide
+        wide = self.wide and self.wide()
+        if wide is None:
+            wide = weight.float()
+            self.wide = weakref.ref(wide)
+        return wide
 
-    def compute(
-        self, hidden: torch.Tensor, work: Callable[..., Any], has_graph: bool
-    ) -> torch.Tensor:
+    def compute(self, hidden: Any, work: Callable[..., Any], has_graph: bool) -> Any:
         """``work(hidden, weight, bias)``: during the model's forward, inside a call of the output
         layer.
         """
@@ -242,217 +183,318 @@ class _Product:
                 now.work = None
 
 
-class _Late:
-    """Logits, or what operations make of each row of them, without values."""
+_Path = tuple[tuple[Any, ...], ...]
+"""Views, one after the other: functions, their arguments, which of several results."""
 
-    def __init__(
-        self,
-        product: _Product,
-        path: _Steps,
-        rows: torch.Tensor,
-        steps: _Steps,
-        base: _Late | None = None,
-    ) -> None:
-        self.product, self.path, self.rows, self.steps = product, path, rows, steps
-        """``path`` takes ``rows`` out of the product's hidden states, ``steps`` follow the product
-        with the weight.
-        """
-        self.base = base
-        """The logits that this is a view of, by the last operation of ``path``."""
-        self.views: weakref.WeakSet[_Late] = weakref.WeakSet()
-        self.made: torch.Tensor | None = None
-        self.shape = (*rows.shape[:-1], product.head.out_features)
-        self.dtype = steps(torch.empty(1, 1, dtype=rows.dtype, device="meta")).dtype
 
-    def has_values(self) -> bool:
-        return self.made is not None or (self.base is not None and self.base.has_values())
+def _viewed(tensor, path: _Path):
+    """Views of logits, or of hidden states in their place."""
+    for view, rest, part in path:
+        if view in _REGROUP:
+            tensor = tensor.reshape(*rest[0][:-1], tensor.shape[-1])
+        else:
+            out = view(tensor, *rest)
+            tensor = out if part is None else out[part]
+    return tensor
 
-    def record(self, function: Any, args: tuple, options: dict[str, Any]) -> Any:
-        """The late logits that an operation makes of these: this object where it changes them in
-        place, a list where it makes several. None where it needs values.
-        """
-        rest, last = args[1:], len(self.shape) - 1
-        if function in _DIMENSION:
-            place = _DIMENSION[function]
-            dim = rest[place] if len(rest) > place else 0
-            if dim % len(self.shape) == last:
-                return None
-            if function is _ATEN.unbind.int:
-                # A row by itself is no part worth a product of its own.
-                parts = range(self.shape[dim]) if last > 1 else ()
-                return [self._view(_ATEN.select.int, dim, i) for i in parts] or None
-            if function is _ATEN.split.Tensor:
-                parts = range(0, self.shape[dim], rest[0])
-                return [self._view(_ATEN.slice.Tensor, dim, i, i + rest[0]) for i in parts]
-            return self._view(function, *rest)
-        if function is _ATEN.view.default:
-            return self._view(function, *rest) if rest[0][-1] == self.shape[-1] else None
-        if function in _IN_PLACE:
-            if self.base is not None or self.views or not _is_factor(rest[0]):
-                return None
-            self.steps = self.steps.then(_IN_PLACE[function], rest)
-            return self
-        if function in _SOFTMAX:
-            if rest[0] % len(self.shape) != last:
-                return None
-            rest = -1, rest[1]
-        elif function in _SCALING:
-            other = getattr(rest[0], "late", None)
-            if other is not None and other.rows is self.rows and not other.has_values():
-                # Steps cannot tell a factor that is a constant to autograd.
-                if rest[0].requires_grad is not args[0].requires_grad:
-                    return None
-                rest = (other.steps,)
-            elif not _is_factor(rest[0]):
-                return None
-        elif function is _ATEN._to_copy.default:
-            if set(options) != {"dtype"} or not options["dtype"].is_floating_point:
-                return None
-        elif function not in _ELEMENTWISE:
-            return None
-        return _Late(self.product, self.path, self.rows, self.steps.then(function, rest, options))
 
-    def _view(self, function: Any, *rest: Any) -> _Late:
-        rows = _Steps().then(function, rest)(self.rows)
-        view = _Late(self.product, self.path.then(function, rest), rows, self.steps, self)
-        self.views.add(view)
-        return view
+class _Step(NamedTuple):
+    """An operation on rows of logits, after those that made its arguments."""
+
+    name: str
+    """Of its node in autograd's graph, without a number."""
+    function: Any
+    """None where it changes no row: a copy, a view."""
+    parents: tuple
+    """Steps that make its first arguments, or the product itself."""
+    rest: tuple
+    options: dict[str, Any]
+    attached: bool
+    """Whether autograd has the operation in its graph."""
+    path: _Path
+    """What takes these rows out of the product's."""
+
+    def __call__(self, logits):
+        """What the steps make of some rows."""
+        out, *others = (step(logits) for step in self.parents)
+        if self.function is not None:
+            out = self.function(out, *others, *self.rest, **self.options)
+        return out if self.attached else out.detach()
 
     def transform(self) -> tuple[float, float] | None:
         """``scale`` and ``softcap`` of :func:`coat_dist.flow.linear_cross_entropy`. None where the
         operations are others.
         """
-        scale, softcap = 1.0, 0.0
-        for function, rest, _ in self.steps:
-            if function is _ATEN.tanh.default and not softcap:
-                softcap = 1.0
-            elif function in _SCALING and _is_factor(rest[0]):
-                factor = rest[0] if function is _ATEN.mul.Tensor else 1 / rest[0]
-                # softcap * tanh(scale * x / softcap) * factor
-                scale, softcap = scale * factor, softcap * factor
-            elif function not in (_ATEN._to_copy.default, _ATEN.clone.default):
-                return None
-        return scale, abs(softcap)
+        before = self.parents[0].transform()
+        if before is None or self.function in (None, _ATEN._to_copy.default):
+            return before
+        scale, softcap = before
+        if self.function is _ATEN.tanh.default and not softcap:
+            return scale, 1.0
+        if self.function not in _SCALING or not self.rest:
+            return None
+        # softcap * tanh(scale * x / softcap) * factor
+        factor = self.rest[0] if self.function is _ATEN.mul.Tensor else 1 / self.rest[0]
+        return scale * factor, abs(softcap * factor)
 
-    def tensor(self) -> torch.Tensor:
+
+class _Late:
+    """A storage of late logits: what they share with their views."""
+
+    def __init__(self, product: _Product, step: Any) -> None:
+        self.product, self.step = product, step
+        self.made: torch.Tensor | None = None
+
+    def tensor(self) -> Any:
         """The values, without gradients."""
-        if self.base is not None:
-            return _Steps(self.path[-1:])(self.base.tensor())
         if self.made is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.made = self.steps(self.product.compute(self.rows, F.linear, False))
+            rows = _viewed(self.product.hidden, self.step.path)
+            with torch.inference_mode(False):
+                self.made = self.product.compute(
+                    rows, lambda *given: self.step(F.linear(*given)), False
+                )
         return self.made
 
 
-def _is_factor(number: Any) -> bool:
-    return type(number) in (int, float) and number != 0 and math.isfinite(number)
-
-
-def _compute(logits: LogitsOnRead, work: Callable[..., torch.Tensor]) -> torch.Tensor | None:
-    """``work(x, weight, bias)`` for the rows of late logits, with the graph that the logits have.
-    None where that has more in it than recorded operations.
+class LogitsOnRead(torch.Tensor):
+    """Logits whose values are made when something needs them. The module's docstring says why this
+    is a tensor.
     """
-    late, now = logits.late, forward.now
-    rows, has_graph = late.rows, torch.is_grad_enabled() and logits.requires_grad
+
+    late: _Late
+    views: tuple[tuple[str, bool, tuple], ...]
+    """What makes these of the whole storage: the name of a view's node in autograd's graph, whether
+    it has one, the view.
+    """
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, late: _Late, views: tuple, meta: Any) -> LogitsOnRead:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            meta.stride(),
+            meta.storage_offset(),
+            dtype=meta.dtype,
+            device=late.product.hidden.device,
+        )
+        self.late, self.views, self.meta = late, views, meta
+        return self
+
+    @classmethod
+    @opaque
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _OF_MEMORY:
+            args, kwargs = _values((args, kwargs))
+        elif function in _REDUCE and isinstance(args[0], cls) and args[0].late.made is None:
+            out = _REDUCE[function](function, *args, **kwargs)
+            if out is not None:
+                return out
+        elif function in _LOOK:
+            for logits in args[1] if function is torch.autograd.grad else args[:1]:
+                if isinstance(logits, cls):
+                    logits.late.product.hooked = True
+                    if logits.late.product.answered and function != _LOOK[-1]:
+                        raise RuntimeError(
+                            "logits: got a look at their gradient after an answer without it, "
+                            'accepted: before, or "coat": {"activation": {"loss": "plain"}}'
+                        )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = function(*args, **kwargs)
+            if out is None and function == _T.grad.__get__ and args[0].retains_grad:
+                raise RuntimeError(
+                    "logits.grad: got none, since the loss was computed without the logits, "
+                    "accepted: a loss that is "
+                    'computed from them, or "coat": {"activation": {"loss": "plain"}}'
+                )
+            return out
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(args[0], cls):
+            out = args[0].record(function, args[1:], kwargs)
+            if out is not None:
+                return out
+        if torch.Tag.inplace_view in function.tags:
+            raise RuntimeError(f"logits: got {function}, accepted: changes of values in place")
+        values = _values(args)
+        out = function(*values, **_values(kwargs))
+        return args[0] if out is values[0] else out  # changed in place
+
+    def record(self, function: Any, rest: tuple, options: dict[str, Any]) -> Any:
+        """The late logits that an operation makes of these: this object where it changes them in
+        place, a list where it makes several. None where it needs values.
+        """
+        late = self.late
+        if function is _ATEN.detach.default:
+            return LogitsOnRead(late, self.views, self.meta)
+        if late.made is not None or function not in _RECORDED:
+            return None
+        parents, on_rows, given = [self.steps()], _RECORDED[function], rest
+        path = parents[0].path
+        if function in _SOFTMAX:
+            if rest[0] not in (-1, self.dim() - 1):
+                return None
+            rest = -1, rest[1]
+        elif function is _ATEN._to_copy.default:
+            if set(options) != {"dtype"} or not options["dtype"].is_floating_point:
+                return None
+        elif on_rows in _SCALING:
+            other = rest[0]
+            if isinstance(other, LogitsOnRead):
+                parents.append(other.steps())
+                rest, given = (), (other.meta,)
+                of_one = other.late.product is late.product and parents[1].path == path
+                if not of_one or other.late.made is not None or function is not on_rows:
+                    return None
+            elif type(other) not in (int, float) or not other or not math.isfinite(other):
+                return None
+        meta = function(self.meta, *given, **options)
+        name = function.overloadpacket.__name__.title().replace("_", "") + "Backward"
+        attached = torch.is_grad_enabled() and any(step.attached for step in parents)
+        if function in _VIEWS:
+            several, views = isinstance(meta, list | tuple), []
+            for i, part in enumerate(meta if several else [meta]):
+                # A row by itself is no part worth a product of its own.
+                if part.dim() < 2 or part.shape[-1] != self.shape[-1] or part.stride(-1) != 1:
+                    return None
+                view = name, attached, (function, rest, i if several else None)
+                views.append(LogitsOnRead(late, (*self.views, view), part))
+            return views if several else views[0]
+        step = _Step(name, on_rows, tuple(parents), rest, options, attached, path)
+        if meta is not self.meta:
+            return LogitsOnRead(_Late(late.product, step), (), meta)
+        if self.views:
+            return None
+        late.step = step
+        return self
+
+    def steps(self) -> Any:
+        """What makes these of the product, now."""
+        step = self.late.step
+        for name, attached, view in self.views:
+            step = _Step(name, None, (step,), (), {}, attached, (*step.path, view))
+        return step if self.requires_grad else _Step("", None, (step,), (), {}, False, step.path)
+
+    def tensor(self) -> Any:
+        """The values, without gradients: of a view the same view."""
+        return _viewed(self.late.tensor(), tuple(view for *_, view in self.views))
+
+
+def _compute(logits: LogitsOnRead, work: Callable[..., Any]) -> Any:
+    """``work(x, weight, bias)`` for the rows of late logits, with the graph that the logits have.
+    None where that is not the graph of the recorded operations.
+    """
+    product, steps = logits.late.product, logits.steps()
+    hidden, has_graph = product.hidden, torch.is_grad_enabled() and logits.requires_grad
     if has_graph:
-        # During forward, ZeRO-3 puts functions between, and its hooks see the call that follows.
-        hidden = None if now is None else now.hidden.get(late.product)
-        if hidden is None:
-            hidden = _hidden(logits.grad_fn)
-        if hidden is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            origin = _origin(steps, logits.grad_fn)
+        if origin is None or product.hooked:
             return None
-        rows = late.path(hidden)
-    return late.product.compute(rows.reshape(-1, rows.shape[-1]), work, has_graph)
+        hidden = origin.hidden
+        product.answered |= forward.now is None
+    rows = _viewed(hidden, steps.path)
+    return product.compute(rows.flatten(0, -2), work, has_graph)
 
 
-def _hidden(node: Any) -> Any:
-    """The hidden states with their graph, which a graph of recorded operations begins with."""
-    made: Any = MakeLate._backward_cls
-    while not isinstance(node, made):
-        # No function in Python is recorded, such as that by which DDP sees backward begin.
-        if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
+def _origin(step, node):
+    """The output layer's node, where ``node`` has the graph of these steps, node for node."""
+    if isinstance(step, _Product):
+        # During forward, ZeRO-3 puts functions between. They act on the call that computes, too.
+        while (
+            forward.now is not None
+            and "deepspeed" in getattr(node, "_forward_cls", _Late).__module__
+        ):
+            node = node.next_functions[0][0]
+        return node if getattr(node, "product", None) is step else None
+    if not step.attached or node is None or node.name().rstrip("0123456789") != step.name:
+        return None
+    origin = None
+    for parent, (before, _) in zip(step.parents, node.next_functions, strict=False):
+        if parent.attached:
+            origin = _origin(parent, before)
+            if origin is None:
+                return None
+        elif before is not None:
             return None
-        node = next((before for before, _ in node.next_functions if before is not None), None)
-    return node.hidden
+    return origin
 
 
 def _cross_entropy(
     _: Any,
     input: Any,
-    target: torch.Tensor,
-    *others: Any,
+    target: Any,
+    *,
     ignore_index: int = IGNORED,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
     **options: Any,
-) -> torch.Tensor | None:
+) -> Any:
     """``F.cross_entropy`` of late logits; None where it needs values."""
-    late = getattr(input, "late", None)
-    if late is None or late.has_values() or target.shape != input.shape[:1]:
+    if input.dim() != 2 or target.shape != input.shape[:1] or target.dtype != torch.long:
         return None
-    transform = late.transform()
-    plain = options.get("weight") is None and not options.get("label_smoothing")
-    if transform is None or others or not plain:
+    transform, others = input.steps().transform(), any(v is not None for v in options.values())
+    if others or label_smoothing or transform is None or reduction not in ("none", "sum", "mean"):
         return None
-    labels, now = target.masked_fill(target == ignore_index, IGNORED), forward.now
-    if now is not None and now.head is not late.product.head:
-        now = None
-
-    def losses(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return flow.linear_cross_entropy(
-            x,
-            weight,
-            labels,
-            ONE,
-            bias=bias,
-            scale=transform[0],
-            softcap=transform[1],
-            **({} if now is None else now.options),
-        )
-
-    loss = _compute(input, losses)
+    # -1 is an error, as -100 is where another label is ignored.
+    labels = target.masked_fill(target == IGNORED, -1)
+    labels = labels.masked_fill(target == ignore_index, IGNORED)
+    scale, softcap = transform
+    loss = _compute(
+        input,
+        lambda x, weight, bias: flow.linear_cross_entropy(
+            x, weight, labels, ONE, bias=bias, scale=scale, softcap=softcap, **forward.options
+        ),
+    )
     if loss is None:
         return None
-    if now is not None:
-        now.why = None
-    loss = loss.to(input.dtype)
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / (labels != IGNORED).sum()
+    if forward.now is not None and forward.options:
+        forward.now.why = None
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / (labels != IGNORED).sum()
+    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(input.dtype)
 
 
-def _reduce(
-    function: Any, input: Any, dim: Any = None, *rest: Any, index: Any = None, **options: Any
-) -> torch.Tensor | None:
+def _reduce(function: Any, input: Any, dim: Any = None, index: Any = None, **options: Any) -> Any:
     """``function(input, dim=-1, ...)`` of late logits, for some rows at a time; None where it needs
     values.
     """
-    late = getattr(input, "late", None)
-    if late is None or late.has_values() or late.rows.dim() < 2:
+    rows, aligned = input.shape[:-1], []
+    if dim not in (-1, len(rows)) or "out" in options:
         return None
-    if not isinstance(dim, int) or dim % input.dim() != input.dim() - 1:
-        return None
-    if function in _GATHER and index is None:
-        index, rest = rest[0], rest[1:]
-    if index is not None and index.shape[:-1] != input.shape[:-1]:
-        return None
-    tensors = [] if index is None else [index.reshape(-1, index.shape[-1])]
-    steps = late.steps  # in backward, too, where the logits were changed since
+    if index is not None:
+        if not isinstance(index, torch.Tensor) or index.shape[:-1] != rows:
+            return None
+        aligned.append(index.flatten(0, -2).clone())
+    steps, product, device = input.steps(), input.late.product, input.device.type
+    caller = torch.autocast(
+        device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    )
 
-    def some(
-        x: torch.Tensor, weight: torch.Tensor, bias: Any, *aligned: torch.Tensor
-    ) -> torch.Tensor:
-        logits = steps(F.linear(x, weight.to(x.dtype), bias))
-        return function(logits, -1, *aligned, *rest, **options)
+    def some(x, weight, bias, *others):
+        product.check()
+        made = steps(F.linear(x, weight.to(x.dtype), bias))
+        with caller:
+            return function(made, -1, *others, **options)
 
-    def all_rows(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+    def all_rows(x, weight, bias):
         if torch.is_grad_enabled():
-            weight = late.product.widened(weight)
+            weight = product.widened(weight)
         size = max(1, _PART // len(weight))
-        parts = zip(*(t.split(size) for t in (x, *tensors)), strict=True)
-        return torch.cat([_recomputed(some, x, weight, bias, *aligned) for x, *aligned in parts])
+        parts = zip(*(t.split(size) for t in (x, *aligned)), strict=True)
+        return torch.cat([_recomputed(some, x, weight, bias, *others) for x, *others in parts])
 
     out = _compute(input, all_rows)
-    return None if out is None else out.view(*input.shape[:-1], *out.shape[1:])
+    return None if out is None else _ATEN._unsafe_view(out, (*rows, *out.shape[1:]))
 
 
 _recomputed = functools.partial(
@@ -464,10 +506,11 @@ class MakeLate(torch.autograd.Function):
     """The output layer, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, head: Any) -> Any:
-        # With its graph, for second derivatives; the late logits' own reference has none.
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, head: Any) -> Any:
+        # With its graph, for second derivatives; the product's own reference has none.
         ctx.hidden, ctx.product = hidden, _Product(hidden.detach(), head)
-        return LogitsOnRead(_Late(ctx.product, _Steps(), ctx.product.hidden, _Steps()))
+        meta = hidden.new_empty((*hidden.shape[:-1], head.out_features), device="meta")
+        return LogitsOnRead(_Late(ctx.product, ctx.product), (), meta)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
@@ -486,9 +529,7 @@ class MakeLate(torch.autograd.Function):
 
 def _values(given: Any) -> Any:
     """``given`` with values in place of logits."""
-    return torch.utils._pytree.tree_map_only(
-        LogitsOnRead, lambda logits: logits.late.tensor(), given
-    )
+    return torch.utils._pytree.tree_map_only(LogitsOnRead, LogitsOnRead.tensor, given)
 
 
 _ATEN: Any = torch.ops.aten
@@ -500,26 +541,30 @@ _OF_MEMORY = (
     _T.untyped_storage,
     _T.share_memory_,
     _T.__array__,
+    _T.__deepcopy__,
     _T.__reduce_ex__,
     _T.__dlpack__,
 )
 """What autograd and operations do not see."""
-
-
-_DIMENSION = {
-    _ATEN.slice.Tensor: 0,
-    _ATEN.select.int: 0,
-    _ATEN.squeeze.dim: 0,
-    _ATEN.unbind.int: 0,
-    _ATEN.split.Tensor: 1,
-}
-"""Which argument of an operation names the dimension of which it takes parts."""
-_IN_PLACE = {_ATEN.mul_.Tensor: _ATEN.mul.Tensor, _ATEN.div_.Tensor: _ATEN.div.Tensor}
+_LOOK = _T.register_hook, _T.retain_grad, torch.autograd.grad, _T.grad_fn.__get__
+"""What gives a program the gradient of logits."""
+_REGROUP = _ATEN.view.default, _ATEN._unsafe_view.default
+_VIEWS = (
+    _ATEN.slice.Tensor,
+    _ATEN.select.int,
+    _ATEN.squeeze.dim,
+    _ATEN.unbind.int,
+    _ATEN.split.Tensor,
+    *_REGROUP,
+)
 _SCALING = _ATEN.mul.Tensor, _ATEN.div.Tensor
 _SOFTMAX = _ATEN._log_softmax.default, _ATEN._softmax.default
-_ELEMENTWISE = _ATEN.clone.default, _ATEN.tanh.default, _ATEN.exp.default, _ATEN.neg.default
-_GATHER = torch.gather, _T.gather
-_REDUCE: dict[Any, Callable[..., torch.Tensor | None]] = {F.cross_entropy: _cross_entropy}
+_RECORDED: dict[Any, Any] = dict.fromkeys((*_VIEWS, _ATEN.clone.default))
+"""Operations that are recorded, and what they do to each row: None where they change nothing."""
+for _each in (*_SCALING, *_SOFTMAX, _ATEN._to_copy.default, _ATEN.tanh.default, _ATEN.exp.default):
+    _RECORDED[_each] = _each
+_RECORDED |= {_ATEN.mul_.Tensor: _ATEN.mul.Tensor, _ATEN.div_.Tensor: _ATEN.div.Tensor}
+_REDUCE: dict[Any, Callable[..., Any]] = {F.cross_entropy: _cross_entropy}
 """Functions whose results are small."""
-for _name in ("gather", "logsumexp", "sum", "mean", "argmax", "amax"):
-    _REDUCE |= {getattr(torch, _name): _reduce, getattr(_T, _name): _reduce}
+for _small in ("gather", "logsumexp", "sum", "argmax"):
+    _REDUCE |= {getattr(torch, _small): _reduce, getattr(_T, _small): _reduce}

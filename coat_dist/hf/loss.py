@@ -33,7 +33,7 @@ from ..config import CoatConfigError, Problem
 from ..patching.reasons import has_plain_weight, original_class, own_code
 from .late import MakeLate, Pass, forward, parameters
 from .layer import _gathers_itself
-from .modules import ModePatched, fits, inlined, _is_cached, opaque
+from .modules import ModePatched, _is_cached, fits, inlined, opaque
 
 
 @opaque
@@ -46,6 +46,8 @@ def why_plain(model: Any) -> str | None:
         return f"lm_head is {type(head).__name__}"
     if (why := own_code("lm_head", head)) is not None:
         return why
+    if torch.nn.modules.module._has_any_global_hook():
+        return "a hook on all modules"
     own = getattr(original_class(model), "loss_function", None)
     if not isinstance(own, property) or own.fget(model) is not ForCausalLMLoss:  # type: ignore[misc]
         return "a loss function of its own"
@@ -81,10 +83,10 @@ class ChunkedLM(ModePatched):
         why = why_plain(self) if isinstance(self.lm_head, LossHead) else "another lm_head"
         labels, outer, instead = named.get("labels"), forward.now, forward.instead
         settings = self.coat.settings
+        z_loss = settings.z_loss if self.training else 0.0
         now = Pass(
             self.lm_head if why is None else None,
-            settings.loss == "kept",
-            settings.z_loss if self.training and instead is None else 0.0,
+            {"keep": settings.loss == "kept", "z_loss": z_loss},
         )
         of_values = labels is None and instead is None and _needs_values(self, args, kwargs)
         forward.now = None if of_values else now
@@ -158,6 +160,8 @@ def log_probs(
         logs = F.log_softmax(logits, -1)
         return found, -(logs.exp() * logs).sum(-1)
 
+    if labels is None and isinstance(inputs.get("logits_to_keep"), torch.Tensor):
+        raise ValueError("labels: got None with positions to keep, accepted: one for each of them")
     forward.instead = instead
     try:
         out = model(input_ids=input_ids, **{"use_cache": False, **inputs}, return_dict=True).logits
@@ -178,14 +182,17 @@ class LossHead(ModePatched):
             return now.work(x, *parameters(self, x.dtype))
         if not (fits(x) and has_plain_weight(self)):
             return plain(self, x)
-        logits = MakeLate.apply(x, self.weight, self.bias, self)
-        now.hidden[logits.late.product] = x
-        return logits
+        return MakeLate.apply(x, self.weight, self.bias, self)
 
 
 @opaque
 def _loss(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return plain(*args, **kwargs)
+    if forward.now is not None:
+        forward.options = forward.now.options
+    try:
+        return plain(*args, **kwargs)
+    finally:
+        forward.options = {}
 
 
 @opaque

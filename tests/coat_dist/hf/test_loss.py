@@ -148,33 +148,25 @@ def gathered(logits, ids):
     return logits.gather(-1, ids[..., None]).squeeze(-1)
 
 
-def by_sequence(logits, ids):
-    sums = torch.stack([torch.logsumexp(row, -1) for row in logits])
-    return gathered(logits[:, -9:-1], ids[:, -8:]) - sums[:, -9:-1]
-
-
 def entropy_of_parts(logits, _):
     logs = [F.log_softmax(part, -1) for part in logits.flatten(0, 1).split(50)]
     return torch.cat([-(each.exp() * each).sum(-1) for each in logs])
 
 
-READS = {
-    "in pieces": (
-        by_sequence,
-        entropy_of_parts,
-        lambda logits, ids: gathered(logits.float().div_(0.7).log_softmax(-1), ids),
-        lambda logits, ids: F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()),
+READS = (  # as TRL, verl and OpenRLHF compute log-probabilities and entropies
+    lambda x, ids: gathered(x, ids) - torch.stack([row.logsumexp(-1) for row in x]),
+    lambda x, ids: torch.stack(
+        [gathered(row.log_softmax(-1), i) for row, i in zip(x[:, :-1], ids[:, 1:], strict=True)]
     ),
-    "whole": (
-        lambda logits, _: (F.softmax(logits, -1).detach() * logits).sum(-1),
-        lambda logits, _: (logits[:, 2:4], logits.mul_(3))[0].logsumexp(-1),
-        lambda logits, _: (logits, logits[:, 2:4].mul_(3))[0].logsumexp(-1),
-    ),
-}
+    lambda x, ids: gathered(x.float().div_(0.7).log_softmax(-1), ids),
+    lambda x, ids: F.cross_entropy(x[:, :-1].reshape(-1, 512), ids[:, 1:].flatten()),
+    lambda x, _: x.div_(0.7).logsumexp(-1) - (x.softmax(-1) * x).sum(-1),
+    entropy_of_parts,
+)
 
 
-@pytest.mark.parametrize(("how", "read"), [(how, read) for how in READS for read in READS[how]])
-def test_what_reads_logits_row_by_row_makes_them_in_pieces(how, read, monkeypatch):
+@pytest.mark.parametrize("read", READS)
+def test_what_reads_logits_row_by_row_makes_them_in_pieces(read, monkeypatch):
     ids, found = tokens(8), []
     monkeypatch.setattr(late, "_PART", 512 * 16)
     monkeypatch.setattr(flow_loss, "_BLOCK", ids.numel() * 64)
@@ -184,8 +176,10 @@ def test_what_reads_logits_row_by_row_makes_them_in_pieces(how, read, monkeypatc
             out = read(model(ids).logits, ids)
             out.square().sum().backward()
         found.append((out.detach(), [p.grad for p in model.parameters()]))
-    assert (largest.elements < ids.numel() * 512) == (how == "in pieces")
+    assert largest.elements < ids.numel() * 512
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(read(model(ids).logits, ids), out), "ratios to old ones are 1"
 
 
 def test_log_probs_are_those_of_the_logits_and_one_function():
@@ -200,6 +194,8 @@ def test_log_probs_are_those_of_the_logits_and_one_function():
     assert log_probs(model, ids, logits_to_keep=4).shape == (2, 3)
     with pytest.raises(ValueError, match=r"labels: got \[2, 23\], accepted: \[2, 24\], one for"):
         log_probs(model, ids, ids[:, 1:])
+    with pytest.raises(ValueError, match="labels: got None with positions to keep, accepted: one"):
+        log_probs(model, ids, logits_to_keep=torch.tensor([3, 7]))
 
 
 def test_late_logits_are_made_when_they_are_read(tmp_path):
@@ -271,6 +267,10 @@ def test_lm_head_with_hooks_returns_logits():
     model.lm_head.register_forward_hook(lambda _, __, logits: logits / 2)
     wanted = model(ids, labels=ids).loss
     assert torch.equal(loss_alone(model)(ids, labels=ids).loss, wanted)
+    model.lm_head._forward_hooks.clear()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert type(model(ids).logits) is torch.Tensor
+    handle.remove()
 
 
 def test_loss_function_of_a_program_stays_plain():

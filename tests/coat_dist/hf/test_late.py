@@ -1,0 +1,103 @@
+"""Late logits are like any tensor, whatever a program does with them."""
+
+import random
+import weakref
+from operator import methodcaller
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("transformers")
+
+from coat_dist.hf import late
+
+WORDS = 7
+NAMES = {
+    (): ("unbind", "contiguous", "clone", "double", "detach", "requires_grad_", "tanh"),
+    (-1,): ("softmax", "log_softmax", "sum", "logsumexp", "argmax"),
+    (0.7,): ("mul", "div", "mul_", "div_", "fill_"),
+    (0,): ("__getitem__", "squeeze", "softmax"),
+    (0, 1): ("transpose", "flatten"),
+    (-1, WORDS): ("reshape",),
+}
+OPERATIONS = (
+    *(methodcaller(name, *given) for given, names in NAMES.items() for name in names),
+    lambda x: x[:, 1:],
+    lambda x: x[..., 1:],
+    lambda x: x[..., 0].neg_(),
+    lambda x: x.split(2)[-1],
+    lambda x: x.softmax(-1) * x.log_softmax(-1),
+    lambda x: x.gather(-1, ids(x)[..., None]),
+    lambda x: F.cross_entropy(x, ids(x), ignore_index=2),
+    lambda x: F.cross_entropy(x, ids(x), reduce=False),
+)
+OF_TWO = torch.mul, torch.Tensor.copy_, lambda x, y: x.detach() * y
+
+
+def ids(x):
+    return torch.arange(x[..., 0].numel()).view(x.shape[:-1]) % x.shape[-1]
+
+
+def made(is_late, dtype=torch.float32):
+    """Logits, and what they are made of."""
+    head = torch.nn.Linear(4, WORDS, dtype=dtype)
+    hidden = torch.randn(2, 3, 4, dtype=dtype, requires_grad=True)
+    if is_late:
+        return late.MakeLate.apply(hidden * 1, head.weight, head.bias, head), hidden, head
+    return head(hidden * 1).clone(), hidden, head
+
+
+def outcome(seed, is_late):
+    """What a random program leaves; less where its own gradients are errors."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    logits, hidden, head = made(is_late)
+    live, raised = [logits], []
+    for _ in range(7):
+        operation, out = rng.choice(OPERATIONS + OF_TWO), None
+        given = [rng.choice(live) for _ in range(1 + (operation in OF_TWO))]
+        with torch.set_grad_enabled(rng.random() < 0.8):
+            try:
+                out = operation(*given)
+            except (RuntimeError, IndexError, ValueError):
+                raised.append(len(live))
+        live += [t for t in (out if isinstance(out, tuple) else [out]) if t is not None]
+    try:
+        parts = [(t.double() * torch.randn(t.shape)).sum() for t in live if t.requires_grad]
+        sum(parts, hidden.sum()).backward()
+    except RuntimeError:
+        return (raised,)
+    storages = [t.untyped_storage().data_ptr() for t in live]
+    about = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in live]
+    leaves = [t.grad for t in (hidden, *head.parameters(), *live) if t.is_leaf]
+    return raised, about, [*map(storages.index, storages)], [t.detach() + 0 for t in live], leaves
+
+
+def test_random_programs(monkeypatch):
+    monkeypatch.setattr(late, "_PART", 2 * WORDS)
+    for seed in range(200):
+        wanted = outcome(seed, False)
+        found = outcome(seed, True)[: len(wanted)]
+        assert found[:3] == wanted[:3], seed
+        torch.testing.assert_close(found[3:], wanted[3:], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_hooks_on_logits_are_called_or_refused():
+    logits, hidden, _ = made(True)
+    logits.register_hook(torch.zeros_like)
+    logits.logsumexp(-1).sum().backward()
+    assert not hidden.grad.any()
+    logits, *_ = made(True)
+    logits.logsumexp(-1)
+    for look in (logits.retain_grad, lambda: torch.autograd.grad(logits.sum(), logits)):
+        with pytest.raises(RuntimeError, match="logits: got a look at their gradient .* accepted"):
+            look()
+
+
+def test_detached_logits_hold_no_graph_and_no_copy_of_the_weight():
+    logits, *_ = made(True, torch.bfloat16)
+    logits.logsumexp(-1).sum().backward()
+    graph, kept = weakref.ref(logits.grad_fn.hidden), logits.detach()
+    del logits
+    assert graph() is None and kept.late.product.wide() is None
