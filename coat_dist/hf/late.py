@@ -57,7 +57,6 @@ detaches and keeps, for metrics over an epoch, hold the hidden states but no gra
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import weakref
@@ -117,6 +116,9 @@ class _Product:
     attached = True
     path = ()
     wide: Any = None
+    """Refers to the weight in fp32, one copy for all that is answered in pieces, while the graph of
+    an answer has it: autograd then sums in fp32 what each piece adds to the gradient.
+    """
     hooked = False
     """Whether a program looks at gradients of these logits."""
     answered = False
@@ -154,16 +156,6 @@ class _Product:
                 'lm_head, or "coat": {"activation": {"loss": "plain"}}'
             )
 
-    def widened(self, weight):
-        """The weight in fp32, one copy for all that is answered in pieces: autograd then sums in
-        fp32 what each piece adds to the gradient. The graph of the answers keeps it.
-        """
-        wide = self.wide and self.wide()
-        if wide is None:
-            wide = weight.float()
-            self.wide = weakref.ref(wide)
-        return wide
-
     def compute(self, hidden: Any, work: Callable[..., Any], has_graph: bool) -> Any:
         """``work(hidden, weight, bias)``: during the model's forward, inside a call of the output
         layer.
@@ -183,12 +175,10 @@ class _Product:
                 now.work = None
 
 
-_Path = tuple[tuple[Any, ...], ...]
-"""Views, one after the other: functions, their arguments, which of several results."""
-
-
-def _viewed(tensor, path: _Path):
-    """Views of logits, or of hidden states in their place."""
+def _viewed(tensor, path):
+    """Views of logits, or of hidden states in their place, one after the other: functions, their
+    arguments, which of several results.
+    """
     for view, rest, part in path:
         if view in _REGROUP:
             tensor = tensor.reshape(*rest[0][:-1], tensor.shape[-1])
@@ -203,16 +193,16 @@ class _Step(NamedTuple):
 
     name: str
     """Of its node in autograd's graph, without a number."""
-    function: Any
-    """None where it changes no row: a copy, a view."""
     parents: tuple
     """Steps that make its first arguments, or the product itself."""
-    rest: tuple
-    options: dict[str, Any]
     attached: bool
     """Whether autograd has the operation in its graph."""
-    path: _Path
+    path: tuple
     """What takes these rows out of the product's."""
+    function: Any = None
+    """None where it changes no row: a copy, a view."""
+    rest: tuple = ()
+    options: Any = {}
 
     def __call__(self, logits):
         """What the steps make of some rows."""
@@ -243,7 +233,7 @@ class _Late:
 
     def __init__(self, product: _Product, step: Any) -> None:
         self.product, self.step = product, step
-        self.made: torch.Tensor | None = None
+        self.made: Any = None
 
     def tensor(self) -> Any:
         """The values, without gradients."""
@@ -262,7 +252,7 @@ class LogitsOnRead(torch.Tensor):
     """
 
     late: _Late
-    views: tuple[tuple[str, bool, tuple], ...]
+    views: tuple
     """What makes these of the whole storage: the name of a view's node in autograd's graph, whether
     it has one, the view.
     """
@@ -289,7 +279,9 @@ class LogitsOnRead(torch.Tensor):
         kwargs = kwargs or {}
         if function in _OF_MEMORY:
             args, kwargs = _values((args, kwargs))
-        elif function in _REDUCE and isinstance(args[0], cls) and args[0].late.made is None:
+        elif (
+            function in _REDUCE and args and isinstance(args[0], cls) and args[0].late.made is None
+        ):
             out = _REDUCE[function](function, *args, **kwargs)
             if out is not None:
                 return out
@@ -367,7 +359,7 @@ class LogitsOnRead(torch.Tensor):
                 view = name, attached, (function, rest, i if several else None)
                 views.append(LogitsOnRead(late, (*self.views, view), part))
             return views if several else views[0]
-        step = _Step(name, on_rows, tuple(parents), rest, options, attached, path)
+        step = _Step(name, tuple(parents), attached, path, on_rows, rest, options)
         if meta is not self.meta:
             return LogitsOnRead(_Late(late.product, step), (), meta)
         if self.views:
@@ -379,8 +371,8 @@ class LogitsOnRead(torch.Tensor):
         """What makes these of the product, now."""
         step = self.late.step
         for name, attached, view in self.views:
-            step = _Step(name, None, (step,), (), {}, attached, (*step.path, view))
-        return step if self.requires_grad else _Step("", None, (step,), (), {}, False, step.path)
+            step = _Step(name, (step,), attached, (*step.path, view))
+        return step if self.requires_grad else _Step("", (step,), False, step.path)
 
     def tensor(self) -> Any:
         """The values, without gradients: of a view the same view."""
@@ -428,15 +420,15 @@ def _origin(step, node):
 
 
 def _cross_entropy(
-    _: Any,
-    input: Any,
-    target: Any,
+    _,
+    input,
+    target,
     *,
-    ignore_index: int = IGNORED,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    **options: Any,
-) -> Any:
+    ignore_index=IGNORED,
+    reduction="mean",
+    label_smoothing=0.0,
+    **options,
+):
     """``F.cross_entropy`` of late logits; None where it needs values."""
     if input.dim() != 2 or target.shape != input.shape[:1] or target.dtype != torch.long:
         return None
@@ -464,7 +456,7 @@ def _cross_entropy(
     return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(input.dtype)
 
 
-def _reduce(function: Any, input: Any, dim: Any = None, index: Any = None, **options: Any) -> Any:
+def _reduce(function, input, dim=None, index=None, **options):
     """``function(input, dim=-1, ...)`` of late logits, for some rows at a time; None where it needs
     values.
     """
@@ -488,18 +480,21 @@ def _reduce(function: Any, input: Any, dim: Any = None, index: Any = None, **opt
 
     def all_rows(x, weight, bias):
         if torch.is_grad_enabled():
-            weight = product.widened(weight)
+            wide = product.wide and product.wide()
+            weight = weight.float() if wide is None else wide
+            product.wide = weakref.ref(weight)
         size = max(1, _PART // len(weight))
         parts = zip(*(t.split(size) for t in (x, *aligned)), strict=True)
-        return torch.cat([_recomputed(some, x, weight, bias, *others) for x, *others in parts])
+        outs = [
+            torch.utils.checkpoint.checkpoint(
+                some, x, weight, bias, *others, use_reentrant=False, preserve_rng_state=False
+            )
+            for x, *others in parts
+        ]
+        return torch.cat(outs)
 
     out = _compute(input, all_rows)
     return None if out is None else _ATEN._unsafe_view(out, (*rows, *out.shape[1:]))
-
-
-_recomputed = functools.partial(
-    torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False
-)
 
 
 class MakeLate(torch.autograd.Function):
@@ -564,7 +559,7 @@ _RECORDED: dict[Any, Any] = dict.fromkeys((*_VIEWS, _ATEN.clone.default))
 for _each in (*_SCALING, *_SOFTMAX, _ATEN._to_copy.default, _ATEN.tanh.default, _ATEN.exp.default):
     _RECORDED[_each] = _each
 _RECORDED |= {_ATEN.mul_.Tensor: _ATEN.mul.Tensor, _ATEN.div_.Tensor: _ATEN.div.Tensor}
-_REDUCE: dict[Any, Callable[..., Any]] = {F.cross_entropy: _cross_entropy}
+_REDUCE: dict[Any, Any] = {F.cross_entropy: _cross_entropy}
 """Functions whose results are small."""
 for _small in ("gather", "logsumexp", "sum", "argmax"):
     _REDUCE |= {getattr(torch, _small): _reduce, getattr(_T, _small): _reduce}

@@ -83,11 +83,8 @@ class ChunkedLM(ModePatched):
         why = why_plain(self) if isinstance(self.lm_head, LossHead) else "another lm_head"
         labels, outer, instead = named.get("labels"), forward.now, forward.instead
         settings = self.coat.settings
-        z_loss = settings.z_loss if self.training else 0.0
-        now = Pass(
-            self.lm_head if why is None else None,
-            {"keep": settings.loss == "kept", "z_loss": z_loss},
-        )
+        options = {"keep": settings.loss == "kept", "z_loss": settings.z_loss * self.training}
+        now = Pass(self.lm_head if why is None else None, options)
         of_values = labels is None and instead is None and _needs_values(self, args, kwargs)
         forward.now = None if of_values else now
         forward.instead = None
