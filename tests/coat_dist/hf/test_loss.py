@@ -112,10 +112,8 @@ CHANGES = {
     ),
     "plain": (
         written,
-        lambda logits: logits * torch.linspace(0.5, 1.5, 128),
         lambda logits: logits * torch.tensor(2.0),
         lambda logits: torch.tanh(torch.tanh(logits) * 3),
-        lambda logits: logits * 0 + logits,
     ),
 }
 
@@ -209,7 +207,6 @@ def test_late_logits_are_made_when_they_are_read(tmp_path):
     )
     fresh = model(ids, labels=ids)
     assert torch.equal(fresh.logits, wanted)
-    assert torch.equal(torch.nn.functional.log_softmax(fresh.logits, -1), wanted.log_softmax(-1))
     assert model(ids, labels=ids, return_dict=False)[1].shape == wanted.shape
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), (
         "without labels"
