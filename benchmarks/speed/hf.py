@@ -14,9 +14,7 @@ optimizer's states in host memory; ``adamw`` is DeepSpeed's CPUAdam then), ``lig
 (recomputed layers), of ``flow`` also with 8-bit ``boundaries``, on the ``boundaries-cpu``, or of
 the first 8 layers alone (``recompute=8``), with MLPs in 4 pieces (``tiles=4``). Ratios are to the
 best variant without ``flow`` at the same micro-batch and length. With ``--sp-size 2`` two ranks
-share each sequence (DeepSpeed's Ulysses). ``--longest`` goes on, one step each, in lengths 8192
-apart, from the longest that the last two peaks let expect until memory ends. Writes
-``speed/hf.json``.
+share each sequence (DeepSpeed's Ulysses). Writes ``speed/hf.json``.
 """
 
 from __future__ import annotations
@@ -26,14 +24,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.arguments import argument_parser, positive_float
+from benchmarks.arguments import argument_parser, int_from_0, positive_float
 from benchmarks.common import options, show, write_result
 from benchmarks.ranks import as_rank, run_variant
 from benchmarks.timing import median
@@ -89,8 +86,6 @@ MODELS = {
     ),
 }
 """Type and shape."""
-STEP = 8192
-"""Between lengths that ``--longest`` tries."""
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -190,13 +185,14 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
 
         getattr(liger, f"apply_liger_kernel_to_{MODELS[case['model']][0]}")()
     ds = settings(parts, case["stage"], case["accumulation"])
-    make, context = untrained(case), nullcontext()
+    make = untrained(case)
+    context: Any = device  # a processor takes a minute to draw 8 B weights
     if case["stage"] == 3:
         context = deepspeed.zero.Init(config_dict_or_path=ds, dtype=torch.bfloat16)
     with context:
         model = make()
     if case["stage"] < 3:
-        model = model.to(torch.bfloat16).to(device)
+        model = model.to(torch.bfloat16)
     model.train()
     if "checkpoint" in parts:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -328,29 +324,9 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
             engine.step()
         return loss
 
-    peaks: list[tuple[int, float]] = []
-    sizes: Iterable[tuple[int, int]] = case["sizes"]
-    if case["longest"]:
-        sizes = itertools.chain(sizes, longer(peaks, case, device))
-    for size in sizes:
-        if len(peaks) >= len(case["sizes"]):
-            case |= {"warm_up": 0, "steps": 1}
+    for size in case["sizes"]:
         found = measured(step, generator, case, size, vocabulary, device)
-        peaks.append((size[1], found["peak_gib"]))
         yield {"micro_batch": size[0], "sequence": size[1], **found}
-
-
-def longer(
-    peaks: Sequence[tuple[int, float]], case: dict[str, Any], device: torch.device
-) -> Iterator[tuple[int, int]]:
-    """Sizes that grow by 8192 tokens, from what the last two of ``peaks``, pairs of length and GiB,
-    let expect to fit: 97 % of the memory, without 1 GiB of CUDA's context.
-    """
-    (short, less), (long, more) = peaks[-2:]
-    memory = case["gpu_memory"] or torch.cuda.mem_get_info(device)[1] / 2**30
-    fits = long + (0.97 * memory - 1 - more) * (long - short) / (more - less)
-    for length in itertools.count(max(long + STEP, int(fits) // STEP * STEP), STEP):
-        yield case["sizes"][-1][0], length
 
 
 def _size(step: dict[str, Any]) -> tuple[int, int]:
@@ -395,12 +371,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         sequence=[2048],
         micro_batches=[8],
         accumulation=1,
-        warm_up=5,
         steps=11,
         limit=300.0,
         name="hf",
-        longest=False,
     )
+    parser.add_argument("--warm-up", type=int_from_0, default=5, help="steps that are not timed")
     parser.add_argument("--model", choices=list(MODELS), default="llama-1b")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, metavar="PARTS")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2)
