@@ -13,7 +13,7 @@ learns C and C++ headers. All runs of a phase share the GPUs. A run is this file
 without a word of coat_dist in it, started by ``python -m coat_dist``; runs differ by their
 DeepSpeed configuration alone. "again" is BF16 with a learning rate larger by 1e-5 of itself: what
 chaos does to a run. Writes ``convergence/hf.json``: losses, seconds, and the gaps of the last
-held-out losses in percent.
+held-out losses to the first kind's in percent.
 """
 
 from __future__ import annotations
@@ -196,14 +196,21 @@ def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
 
 
 def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Gaps of the last held-out losses to BF16's, in percent of means over seeds."""
+    """Gaps of the last held-out losses to those of the phase's first kind, in percent of means over
+    seeds.
+    """
     means: dict[str, float] = {}
     for name in {run["name"]: None for run in runs}:
         means[name] = fmean(run["held_out_losses"][-1] for run in runs if run["name"] == name)
-    bases = {name: f"{name.partition('-')[0]}-bf16" for name in means}
-    return {
-        n: 100 * (mean / means[bases[n]] - 1) for n, mean in means.items() if n != bases[n] in means
-    }
+    bases: dict[str, str] = {}
+    for name in means:
+        bases.setdefault(name.partition("-")[0], name)
+    found = {}
+    for name, mean in means.items():
+        base = bases[name.partition("-")[0]]
+        if name != base:
+            found[name] = 100 * (mean / means[base] - 1)
+    return found
 
 
 def prepare(folder: Path, tiny: bool) -> list[str]:
@@ -233,7 +240,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=list(KINDS),
         default=["bf16", "coat", "frozen"],
-        help="LoRA starts from the first",
+        help="gaps are to the first, LoRA starts from it",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     return parser.parse_args(given)

@@ -12,8 +12,9 @@ joined by "+": ``adamw`` (torch's) or ``coat`` (CoatAdamW), then ``flow`` (the b
 optimizer's states in host memory; ``adamw`` is DeepSpeed's CPUAdam then), ``liger``
 (Liger-Kernel), ``ao`` (torchao's float8, in compiled layers), ``compile``, ``checkpoint``
 (recomputed layers), of ``flow`` also with 8-bit ``boundaries``, on the ``boundaries-cpu``, or of
-the first 8 layers alone (``recompute=8``). Ratios are to the best variant without ``flow`` at the
-same micro-batch and length. Writes ``speed/hf.json``.
+the first 8 layers alone (``recompute=8``), with MLPs in 4 pieces (``tiles=4``). Ratios are to the
+best variant without ``flow`` at the same micro-batch and length. With ``--sp-size 2`` two ranks
+share each sequence (DeepSpeed's Ulysses). Writes ``speed/hf.json``.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from benchmarks.arguments import argument_parser, positive_float
+from benchmarks.arguments import argument_parser, int_from_0, positive_float
 from benchmarks.common import options, show, write_result
 from benchmarks.ranks import as_rank, run_variant
 from benchmarks.timing import median
@@ -55,6 +56,10 @@ MODELS = {
     "llama2-7b": ("llama", shape(4096, 11008, 32, 32, 32, 32000)),
     "llama2-13b": ("llama", shape(5120, 13824, 40, 40, 40, 32000)),
     "llama3-8b": ("llama", shape(4096, 14336, 32, 32, 8, 128256)),
+    "qwen3-4b": (
+        "qwen3",
+        shape(2560, 9728, 36, 32, 8, 151936, head_dim=128, tie_word_embeddings=True),
+    ),
     "qwen3-8b": ("qwen3", shape(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
     "llama3-70b": ("llama", shape(8192, 28672, 80, 64, 8, 128256)),
     "qwen3-32b": ("qwen3", shape(5120, 25600, 64, 64, 8, 151936, head_dim=128)),
@@ -108,6 +113,7 @@ PARTS = {
     "boundaries",
     "boundaries-cpu",
     "recompute",
+    "tiles",
 }
 
 
@@ -179,13 +185,14 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
 
         getattr(liger, f"apply_liger_kernel_to_{MODELS[case['model']][0]}")()
     ds = settings(parts, case["stage"], case["accumulation"])
-    make, context = untrained(case), nullcontext()
+    make = untrained(case)
+    context: Any = device  # a processor takes a minute to draw 8 B weights
     if case["stage"] == 3:
         context = deepspeed.zero.Init(config_dict_or_path=ds, dtype=torch.bfloat16)
     with context:
         model = make()
     if case["stage"] < 3:
-        model = model.to(torch.bfloat16).to(device)
+        model = model.to(torch.bfloat16)
     model.train()
     if "checkpoint" in parts:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -198,7 +205,32 @@ def build(parts: set[str], case: dict[str, Any], device: torch.device) -> Any:
     if parts & {"ao", "compile"}:
         for layer in model.model.layers:
             layer.compile()
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds)[0]
+    mpu = None
+    if case.get("sp_size", 1) > 1:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model, "sdpa", case["sp_size"], micro_batch_size=case["sizes"][0][0]
+        )
+    return deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=ds, mpu=mpu
+    )[0]
+
+
+def inputs(tokens: torch.Tensor, sp_size: int) -> dict[str, torch.Tensor]:
+    """What a model is given of tokens ``[rows, length]``: this rank's part of each row where
+    ``sp_size`` ranks share it.
+    """
+    if sp_size == 1:
+        return {"input_ids": tokens, "labels": tokens}
+    given = {
+        "input_ids": tokens,
+        "labels": F.pad(tokens[:, 1:], (0, 1), value=-100),
+        "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
+    }
+    part = torch.distributed.get_rank() % sp_size
+    given = {name: t.chunk(sp_size, 1)[part].contiguous() for name, t in given.items()}
+    return given | {"shift_labels": given["labels"]}
 
 
 def timed_steps(
@@ -260,7 +292,7 @@ def measured(
 ) -> dict[str, Any]:
     """:func:`timed_steps` on random tokens, with the first and the last loss."""
     drawn = random_tokens(generator, case, size, vocabulary, device)
-    tokens = case.get("accumulation", 1) * math.prod(size)
+    tokens = case.get("accumulation", 1) * math.prod(size) / case.get("sp_size", 1)
     found = timed_steps(step, drawn, tokens, case["warm_up"], device)
     losses = found.pop("losses")
     return found | {"first_loss": losses[0], "last_loss": losses[-1]}
@@ -281,12 +313,13 @@ def measure(case: dict[str, Any], device: torch.device) -> Iterator[dict[str, An
 
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo")
     engine = build(set(case["variant"].split("+")), case, device)
-    generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
+    generator = torch.Generator()
+    generator.manual_seed(1 + torch.distributed.get_rank() // case["sp_size"])
     vocabulary = MODELS[case["model"]][1]["vocab_size"]
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         for _ in range(case["accumulation"]):
-            loss = engine(input_ids=tokens, labels=tokens).loss
+            loss = engine(**inputs(tokens, case["sp_size"])).loss
             engine.backward(loss)
             engine.step()
         return loss
@@ -334,14 +367,15 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argument_parser(
         __doc__,
         ranks=1,
+        sp_size=1,
         sequence=[2048],
         micro_batches=[8],
         accumulation=1,
-        warm_up=5,
         steps=11,
         limit=300.0,
         name="hf",
     )
+    parser.add_argument("--warm-up", type=int_from_0, default=5, help="steps that are not timed")
     parser.add_argument("--model", choices=list(MODELS), default="llama-1b")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, metavar="PARTS")
     parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=2)
