@@ -17,13 +17,15 @@ acts on the same view of them.
 ``gather``, ``logsumexp``, ``argmax``, sums over the vocabulary. So ``log_softmax(-1).gather(-1,
 ids)`` and entropies need no tensor of tokens times vocabulary. :func:`_cross_entropy` cuts the
 vocabulary, with the flow's kernels. :func:`_reduce` cuts the tokens: it makes the logits of some,
-applies what was recorded and the function, and makes them again in backward (:class:`_InPieces`).
+applies what was recorded and the function, and makes them again in backward, as a checkpoint does.
 
 **When gradients may pass by the logits.** Gradients of an answer go straight to hidden states and
 weight. That is right only where autograd's graph from the logits to the output layer consists of
 the recorded steps, node for node (:func:`_origin`). Then nothing was detached, changed under
 ``no_grad``, or put between by a wrapper. Hooks do not show there, so logits on which somebody puts
-a hook get values from then on, and a hook after an answer is an error.
+a hook get values from then on, and a hook after an answer is an error. DeepSpeed's engine puts
+hooks on all that a model returns, so its logits get values (:func:`coat_dist.log_probs` does not
+return any).
 
 **What gets values.** Any other operation, and what reads memory without an operation (``numpy``,
 ``data_ptr``, pickling). :meth:`_Late.tensor` makes the values once, without gradients. To
@@ -48,7 +50,7 @@ an optimizer's step, or after another change of weight or hidden states, raises 
 output layer's weight go when its call ends. Reading logits later is an error that names
 ``GatheredParameters``, and not a product with an empty weight. Backward through logits needs the
 weight too, and raises the same error where ZeRO-3 has not fetched it. Changes of shape in place
-(``squeeze_``) and second derivatives of answers are errors.
+(``squeeze_``) are errors, and so are second derivatives of cross entropy.
 
 **Two references to the hidden states.** ``ctx.hidden`` in :class:`MakeLate` has its graph, for
 answers in pieces and second derivatives. ``_Product.hidden`` is detached: logits that a program

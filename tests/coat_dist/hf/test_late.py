@@ -83,7 +83,7 @@ def outcome(seed, is_late):
 
 def test_random_programs(monkeypatch):
     monkeypatch.setattr(late, "_PART", 2 * WORDS)
-    for seed in range(300):
+    for seed in range(500):
         wanted = outcome(seed, False)
         found = outcome(seed, True)[: len(wanted)]
         assert found[:2] == wanted[:2], seed
