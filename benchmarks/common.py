@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "python": platform.python_version(),
-        "versions": {n: version(n) for n in (*names, "torchao")},
+        "versions": {n: version(n) for n in (*names, "trl", "torchao")},
         "cuda": torch.version.cuda,
         "gpus": gpus(),
     }

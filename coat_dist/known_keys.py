@@ -38,6 +38,9 @@ _READ_ELSEWHERE = (
     "inference",  # by transformers
     "comms_config",  # by nothing; LLaMA-Factory's files have these two
     "monitor_config",
+    "zero_optimization.reduce_bucket_size",  # by nothing; TRL's reference models have these three
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size",
 )
 """Top-level keys that other code than DeepSpeed's class of configurations reads."""
 OF_ADAM = ("torch_adam", "adam_w_mode")

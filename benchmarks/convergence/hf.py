@@ -144,7 +144,7 @@ def train(case: dict[str, Any]) -> None:
     Path(case["folder"], "result.json").write_text(json.dumps(result))
 
 
-def deepspeed_settings(kind: str) -> dict[str, Any]:
+def deepspeed_settings(kind: str, **activation: Any) -> dict[str, Any]:
     """The configuration of a run. ``bf16`` is DeepSpeed's: weights in BF16 with fp32 masters."""
     optimizer, flow = KINDS[kind]
     params: dict[str, Any] = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
@@ -159,24 +159,22 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
         "optimizer": {"type": "CoatAdamW" if optimizer else "AdamW", "params": params},
     }
     if optimizer or flow:
-        found["coat"] = {"activation": {"enabled": flow, **MORE.get(kind, {})}}
+        found["coat"] = {"activation": {"enabled": flow, **MORE.get(kind, {}), **activation}}
     return found
 
 
-def phase(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Run all cases at the same time; their results."""
+def phase(program: str, cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Run a program for all cases at the same time; the results that it wrote."""
     started = []
     for i, case in enumerate(cases):
         own = folder / f"{case['name']}-{case['seed']}"
         own.mkdir()
-        config = own / "ds.json"
-        config.write_text(json.dumps(deepspeed_settings(case["kind"])))
-        given = json.dumps(case | {"folder": str(own), "deepspeed": str(config)})
+        given = json.dumps(case | {"folder": str(own)})
         variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         variables |= {"MASTER_PORT": str(free_port() + 7 * i), "PYTHONPATH": python_path(ROOT)}
         if gpus := torch.cuda.device_count():
             variables["CUDA_VISIBLE_DEVICES"] = str(i % gpus)
-        line = [sys.executable, "-m", "coat_dist", __file__, "--run", given]
+        line = [sys.executable, "-m", "coat_dist", program, "--run", given]
         with (own / "log").open("w") as log:
             process = subprocess.Popen(
                 line, cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log
@@ -267,14 +265,14 @@ def main() -> None:
             for kind in a.kinds:
                 lr = 1e-3 * (1 + NUDGE * (kind == "again"))
                 own = {"name": f"pretraining-{kind}", "kind": kind, "seed": seed, "lr": lr}
-                cases.append(shared | own)
+                cases.append(shared | own | {"deepspeed": deepspeed_settings(kind)})
         cases[0]["save"] = base
-        runs = phase([case for case in cases if case["kind"] != "frozen"], folder)
+        runs = phase(__file__, [case for case in cases if case["kind"] != "frozen"], folder)
         if a.lora_steps:
             tuned = {"base": base, "lora": True, "save": None, "lr": 5e-4, "text": headers}
             tuned["steps"] = a.lora_steps
             named = [case | tuned | {"name": f"lora-{case['kind']}"} for case in cases]
-            runs += phase(named, folder)
+            runs += phase(__file__, named, folder)
     found = gaps(runs)
     show("gaps of held-out losses in %", found, **dict.fromkeys(found, "+.3f"))
     result = {"settings": options(a, "text", "lora_text"), "gaps_percent": found, "runs": runs}

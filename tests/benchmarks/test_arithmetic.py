@@ -15,7 +15,7 @@ from benchmarks import timing
 from benchmarks.accuracy.trajectories import Trained, measure, ratios
 from benchmarks.accuracy.trajectory_gradients import Gradients
 from benchmarks.common import dumps, result_path, write_json
-from benchmarks.convergence import pairs, pairs_run
+from benchmarks.convergence import grpo, pairs, pairs_run
 from benchmarks.convergence.pairs_report import plot, report
 from benchmarks.ranks import OUT_OF_MEMORY, Ended
 from benchmarks.speed import families, fsdp, hf, megatron_loop, step_trace, train, whole
@@ -98,6 +98,13 @@ def step(ms: float, **more: Any) -> dict[str, Any]:
         **losses,
         **more,
     }
+
+
+def test_gaps_of_rewards_are_taken_seed_by_seed() -> None:
+    runs = [{"name": name, "last": last} for last in (1, 4) for name in ("bf16", "coat")]
+    runs[1]["last"], runs[3]["last"] = 2, 7
+    _, one = grpo.compare(runs, "last")
+    assert one["gap"] == 2 and one["gap_se"] == pytest.approx(1)  # 1 and 3
 
 
 @pytest.mark.parametrize(

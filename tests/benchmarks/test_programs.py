@@ -30,6 +30,8 @@ HF = "--sequence 32 --warm-up 1 --steps 3"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node "
 # Program, launcher, arguments, its result, and a ratio or measure that the result must have.
 RUNS = [
+    ("convergence.grpo", "", "--tiny --batch 16 --steps 4 --seeds 0", "grpo-tiny",
+     "patched_blocks"),
     ("convergence.pairs", "", "--layers 1 --hidden 256 --sequence 16 --batch 2 --steps 4 --pairs 2 "
      "--vocabulary 300 --text-bytes 300K --processes 1 --folder OUT --name tiny", "tiny", "gap_se"),
     ("speed.whole_report", "", "--plot OUT/w.png", None, "| both | "),
@@ -86,6 +88,8 @@ def entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "ranks", "arguments", "result", "wanted"), RUNS)
 def test_program(name, ranks, arguments, result, wanted, tmp_path) -> None:
+    if name == "convergence.grpo":
+        pytest.importorskip("trl")
     launcher = f"{TORCHRUN}{ranks} " if ranks else ""
     line = f"{launcher}-m benchmarks.{name} {arguments.replace('OUT', str(tmp_path))}"
     if result:
