@@ -153,9 +153,11 @@ def entropy(logits):
 READS = (  # as TRL, verl and OpenRLHF compute log-probabilities and entropies
     lambda x, ids: gathered(x, ids) - torch.stack([row.logsumexp(-1) for row in x]),
     lambda x, ids: torch.stack(
-        [gathered(row.log_softmax(-1), i) for row, i in zip(x[:, :-1], ids[:, 1:], strict=True)]
+        [
+            gathered(row.log_softmax(-1), i)
+            for row, i in zip(x[:, :-1].float(), ids[:, 1:], strict=True)
+        ]
     ),
-    lambda x, ids: gathered(x.float().div_(0.7).log_softmax(-1), ids),
     lambda x, ids: F.cross_entropy(x[:, :-1].reshape(-1, 512), ids[:, 1:].flatten()),
     lambda x, _: x.div_(0.7).logsumexp(-1) - (x.softmax(-1) * x).sum(-1),
     lambda x, _: torch.cat([entropy(rows) for rows in x.flatten(0, 1).split(50)]),
