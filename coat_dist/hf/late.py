@@ -99,8 +99,8 @@ class _Given(threading.local):
     # torch.compile cannot guard defaults of the class that each thread then covers.
     def __init__(self) -> None:
         self.now: Pass | None = None
-        self.instead: Callable[[torch.Tensor], Any] | None = None
-        """Makes what the next model returns in place of logits."""
+        self.request: Callable[[Any], None] | None = None
+        """What the next model is to do with its result."""
         self.options: dict[str, Any] = {}
         """Those of ``now`` while it computes its loss."""
 
@@ -138,7 +138,11 @@ class _Product:
 
     def _state(self) -> tuple:
         parameters = [p for p in (self.head.weight, self.head.bias) if p is not None]
-        return weight_changes(), version_of(self.hidden), [(id(p), p._version) for p in parameters]
+        return (
+            weight_changes(),
+            version_of(self.hidden),
+            [(id(p), version_of(p)) for p in parameters],
+        )
 
     def check(self) -> None:
         """Raises RuntimeError: ZeRO-3 has let the output layer's weight go, or it may have
@@ -358,8 +362,10 @@ class LogitsOnRead(torch.Tensor):
                 # A row by itself is no part worth a product of its own.
                 if part.dim() < 2 or part.shape[-1] != self.shape[-1] or part.stride(-1) != 1:
                     return None
-                view = name, attached, (function, rest, i if several else None)
-                views.append(LogitsOnRead(late, (*self.views, view), part))
+                taken = function, rest, i if several else None
+                if part.shape == self.shape:  # also all words, of which hidden states have others
+                    taken = _ATEN.alias.default, (), None
+                views.append(LogitsOnRead(late, (*self.views, (name, attached, taken)), part))
             return views if several else views[0]
         step = _Step(name, tuple(parents), attached, path, on_rows, rest, options)
         if meta is not self.meta:
@@ -381,6 +387,19 @@ class LogitsOnRead(torch.Tensor):
         return _viewed(self.late.tensor(), tuple(view for *_, view in self.views))
 
 
+def identity(logits: Any) -> Any:
+    """Which late logits these are, up to their dtype. None where they have values, or where more
+    was done to them than scaling.
+    """
+    if not isinstance(logits, LogitsOnRead) or logits.late.made is not None:
+        return None
+    steps = logits.steps()
+    transform = steps.transform()
+    if transform is None:
+        return None
+    return logits.late.product, steps.path, transform, logits.requires_grad
+
+
 def _compute(logits: LogitsOnRead, work: Callable[..., Any]) -> Any:
     """``work(x, weight, bias)`` for the rows of late logits, with the graph that the logits have.
     None where that is not the graph of the recorded operations.
@@ -390,7 +409,8 @@ def _compute(logits: LogitsOnRead, work: Callable[..., Any]) -> Any:
     if has_graph:
         with torch._C.DisableTorchFunctionSubclass():
             origin = _origin(steps, logits.grad_fn)
-        if origin is None or product.hooked:
+        trained = product.head.weight.requires_grad
+        if origin is None or product.hooked or origin.needs_input_grad[1] is not trained:
             return None
         hidden = origin.hidden
         product.answered |= forward.now is None
@@ -541,6 +561,7 @@ _OF_MEMORY = (
     _T.__deepcopy__,
     _T.__reduce_ex__,
     _T.__dlpack__,
+    _T.data.__set__,
 )
 """What autograd and operations do not see."""
 _LOOK = _T.register_hook, _T.retain_grad, torch.autograd.grad, _T.grad_fn.__get__

@@ -12,8 +12,9 @@ late logits cannot answer gets values, and a loss of values is computed by trans
 **With labels and without.** A program that gives no labels computes something from the logits after
 forward, such as log-probabilities. It gets late logits where the output layer's weight is still
 there then, and values otherwise (:func:`_needs_values`). :func:`log_probs` needs no weight after
-forward: it has what it wants computed at the end of the model's own forward, in place of logits.
-Every wrapper of the model then sees a result like any other.
+forward: it has what it wants computed at the end of the model's own forward, beside the logits, so
+that every wrapper of the model sees it as a result. It counts only if the logits come back as they
+were then.
 
 An output layer on which a program has put hooks keeps its logits (:func:`why_plain`).
 """
@@ -31,7 +32,7 @@ from torch import nn
 
 from ..config import CoatConfigError, Problem
 from ..patching.reasons import has_plain_weight, original_class, own_code
-from .late import MakeLate, Pass, forward, parameters
+from .late import MakeLate, Pass, forward, identity, parameters
 from .layer import _gathers_itself
 from .modules import ModePatched, _is_cached, fits, inlined, opaque
 
@@ -81,17 +82,17 @@ class ChunkedLM(ModePatched):
         named = inspect.signature(plain).bind_partial(self, *args, **kwargs).arguments
         named |= named.pop("kwargs", {})
         why = why_plain(self) if isinstance(self.lm_head, LossHead) else "another lm_head"
-        labels, outer, instead = named.get("labels"), forward.now, forward.instead
+        labels, outer, request = named.get("labels"), forward.now, forward.request
         settings = self.coat.settings
         options = {"keep": settings.loss == "kept", "z_loss": settings.z_loss * self.training}
         now = Pass(self.lm_head if why is None else None, options)
-        of_values = labels is None and instead is None and _needs_values(self, args, kwargs)
+        of_values = labels is None and request is None and _needs_values(self, args, kwargs)
         forward.now = None if of_values else now
-        forward.instead = None
+        forward.request = None
         try:
             out = plain(self, *args, **kwargs)
-            if instead is not None:
-                out.logits = instead(out.logits)
+            if request is not None:
+                request(out)
         finally:
             forward.now = outer
         if why is None and labels is not None:
@@ -139,7 +140,7 @@ def log_probs(
         ValueError: labels of another shape, or (on a CPU) outside of the vocabulary.
     """
 
-    def instead(logits: torch.Tensor) -> Any:
+    def compute(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         wanted = labels
         if wanted is None:
             wanted = input_ids[:, input_ids.shape[1] + 1 - logits.shape[1] :]
@@ -153,18 +154,29 @@ def log_probs(
         rows = logits.reshape(-1, logits.shape[-1])
         found = -F.cross_entropy(rows, wanted.reshape(-1), reduction="none").view(wanted.shape)
         if not entropy:
-            return found
+            return (found,)
         logs = F.log_softmax(logits, -1)
         return found, -(logs.exp() * logs).sum(-1)
 
+    answered = []
+
+    def request(out: Any) -> None:
+        if (one := identity(out.logits)) is not None:
+            answered.append(one)
+            # Every wrapper knows the field and takes its tensors for results.
+            out["hidden_states"] = compute(out.logits)
+
     if labels is None and isinstance(inputs.get("logits_to_keep"), torch.Tensor):
         raise ValueError("labels: got None with positions to keep, accepted: one for each of them")
-    forward.instead = instead
+    forward.request = request
     try:
-        out = model(input_ids=input_ids, **{"use_cache": False, **inputs}, return_dict=True).logits
+        out = model(input_ids=input_ids, **{"use_cache": False, **inputs}, return_dict=True)
     finally:
-        taken, forward.instead = forward.instead is None, None
-    return out if taken else instead(out)
+        forward.request = None
+    found = getattr(out, "hidden_states", None)
+    if found is None or answered != [identity(out.logits)]:  # they were changed since
+        found = compute(out.logits)
+    return found if entropy else found[0]
 
 
 class LossHead(ModePatched):

@@ -197,6 +197,19 @@ def test_log_probs_are_those_of_the_logits_and_one_function():
         log_probs(model, ids, logits_to_keep=torch.tensor([3, 7]))
 
 
+def test_log_probs_are_of_what_a_hook_makes_of_the_logits():
+    ids = tokens()
+    wanted = log_probs(tiny(), ids, temperature=0.7)
+    for written in (False, True):
+        model = loss_alone(tiny())
+
+        def hook(_, given, out, written=written):
+            out.logits = out.logits.div_(0.7) if written else out.logits / 0.7
+
+        model.register_forward_hook(hook)
+        torch.testing.assert_close(log_probs(model, ids), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_late_logits_are_made_when_they_are_read(tmp_path):
     model, ids = tiny(), tokens()
     wanted = model(ids, labels=ids).logits
