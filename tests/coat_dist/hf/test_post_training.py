@@ -122,6 +122,33 @@ def test_ratios_are_1_until_a_step_and_a_rollout_engine_reads_the_models_weights
         assert [losses] == run_ranks(1, updates, stage, True)
 
 
+class Actor(torch.nn.ModuleList):
+    """As OpenRLHF's: it also returns the output, with logits."""
+
+    def forward(self, ids):
+        out = self[0](input_ids=ids, use_cache=False)
+        out["logits"] = out.logits.float()
+        return out.logits.div_(0.7)[:, :-1].logsumexp(-1), out
+
+
+def steps_of_actor(rank, world, loss):
+    import deepspeed
+
+    given = config(2, coat={"activation": {"loss": loss}})
+    engine, *_ = deepspeed.initialize(model=Actor([tiny(dtype=torch.bfloat16)]), config=given)
+    for _ in range(3):
+        found, out = engine(tokens())
+        assert loss == "plain" or out.logits.late.made is None
+        engine.backward(found.mean())
+        engine.step()
+    return found.mean().item()
+
+
+def test_an_actor_that_also_returns_logits():
+    found, plain = (run_ranks(1, steps_of_actor, loss)[0] for loss in ("chunked", "plain"))
+    assert found == pytest.approx(plain, rel=1e-3)
+
+
 def test_gradients_of_a_clipped_loss_are_near_those_of_bf16():
     """A quarter of the tokens has a clipped ratio and no gradient, the same in both."""
     found, ids = [], tokens(8)
