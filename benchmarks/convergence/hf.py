@@ -200,14 +200,14 @@ def gaps(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     means: dict[str, float] = {}
     for name in {run["name"]: None for run in runs}:
         means[name] = fmean(run["held_out_losses"][-1] for run in runs if run["name"] == name)
-    bases: dict[str, str] = {}
-    for name in means:
-        bases.setdefault(name.partition("-")[0], name)
-    found = {}
+    found: dict[str, float] = {}
+    firsts: dict[str, float] = {}
     for name, mean in means.items():
-        base = bases[name.partition("-")[0]]
-        if name != base:
-            found[name] = 100 * (mean / means[base] - 1)
+        own_phase = name.partition("-")[0]
+        if own_phase in firsts:
+            found[name] = 100 * (mean / firsts[own_phase] - 1)
+        else:
+            firsts[own_phase] = mean
     return found
 
 
