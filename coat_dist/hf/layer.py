@@ -33,7 +33,7 @@ from .modules import (
 )
 from .recognize import Attention, LayerNorms, rotation_of
 
-__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides"]
+__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides", "gathers_itself"]
 
 
 @once_per_tensor
@@ -145,11 +145,11 @@ class DecoderLayer(Block):
 
 
 def _takes_norm(block: Any) -> bool:
-    return not _gathers_itself(block.__class__) and block.coat_runs()
+    return not gathers_itself(block.__class__) and block.coat_runs()
 
 
 @functools.cache
-def _gathers_itself(cls: Any) -> bool:
+def gathers_itself(cls: Any) -> bool:
     """Whether ``fully_shard`` made a block's class: weights are there only once it is called."""
     return any(base.__name__ == "FSDPModule" for base in cls.__mro__)
 

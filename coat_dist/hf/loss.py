@@ -32,9 +32,10 @@ from torch import nn
 
 from ..config import CoatConfigError, Problem
 from ..patching.reasons import has_plain_weight, original_class, own_code
-from .late import MakeLate, Pass, forward, identity, parameters
-from .layer import _gathers_itself
-from .modules import ModePatched, _is_cached, fits, inlined, opaque
+from .late import MakeLate, identity
+from .late_steps import Pass, forward, parameters
+from .layer import gathers_itself
+from .modules import ModePatched, fits, inlined, is_cached, opaque
 
 
 @opaque
@@ -84,8 +85,10 @@ class ChunkedLM(ModePatched):
         why = why_plain(self) if isinstance(self.lm_head, LossHead) else "another lm_head"
         labels, outer, request = named.get("labels"), forward.now, forward.request
         settings = self.coat.settings
-        options = {"keep": settings.loss == "kept", "z_loss": settings.z_loss * self.training}
-        now = Pass(self.lm_head if why is None else None, options)
+        now = Pass(
+            self.lm_head if why is None else None,
+            {"keep": settings.loss == "kept", "z_loss": settings.z_loss * self.training},
+        )
         of_values = labels is None and request is None and _needs_values(self, args, kwargs)
         forward.now = None if of_values else now
         forward.request = None
@@ -97,8 +100,7 @@ class ChunkedLM(ModePatched):
             forward.now = outer
         if why is None and labels is not None:
             why = now.why
-        how = settings.loss if why is None else f"plain: {why}"
-        self.coat.report.loss[self.coat.name] = how
+        self.coat.report.loss[self.coat.name] = settings.loss if why is None else f"plain: {why}"
         if labels is not None and why is not None:
             self.coat_check_z_loss()
         return out
@@ -161,7 +163,7 @@ def log_probs(
     answered = []
 
     def request(out: Any) -> None:
-        if (one := identity(out.logits)) is not None:
+        if one := identity(out.logits):
             answered.append(one)
             # Every wrapper knows the field and takes its tensors for results.
             out["hidden_states"] = compute(out.logits)
@@ -209,6 +211,8 @@ def _needs_values(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Whether logits are made in forward, though nothing says what for: in generation, which reads
     them at once, and where ZeRO-3 or FSDP2 gathers the weight for the forward alone.
     """
-    if _is_cached(model, args, kwargs) or hasattr(model.lm_head.weight, "ds_id"):
-        return True
-    return any(_gathers_itself(module.__class__) for module in model.modules())
+    return (
+        is_cached(model, args, kwargs)
+        or hasattr(model.lm_head.weight, "ds_id")
+        or any(gathers_itself(module.__class__) for module in model.modules())
+    )

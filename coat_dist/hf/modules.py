@@ -49,6 +49,7 @@ __all__ = [
     "bias_of",
     "fits",
     "is_attention_output",
+    "is_cached",
     "norm_of",
     "runs_flow",
     "why_parts_act",
@@ -119,7 +120,7 @@ def runs_flow(module: Any) -> bool:
     return cls.coat_original.forward is cls.coat_plain  # else a program replaced the class's own
 
 
-def _is_cached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_cached(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     checkpoints = module.training and getattr(module, "gradient_checkpointing", False)
     if checkpoints and torch.is_grad_enabled():
         return False  # transformers drops the cache then
@@ -197,7 +198,7 @@ class Stack(ModePatched):
     @inlined
     def coat_forward(self: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = _calls.cached
-        _calls.cached = before or _is_cached(self, args, kwargs)
+        _calls.cached = before or is_cached(self, args, kwargs)
         # Graphs would differ by layer: each fills another part of the cache.
         if self.training and self.coat.settings.compile and kwargs.get("use_cache") is None:
             kwargs["use_cache"] = False

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from coat_dist.config import ActivationConfig
 from coat_dist.flow.blocks import loss as flow_loss
-from coat_dist.hf import late, log_probs, patch_model, unpatch_model
+from coat_dist.hf import late_answers, log_probs, patch_model, unpatch_model
 from coat_dist.hf.late import LogitsOnRead, _Late
 from tests.support import Largest
 
@@ -167,7 +167,7 @@ READS = (  # as TRL, verl and OpenRLHF compute log-probabilities and entropies
 @pytest.mark.parametrize("read", READS)
 def test_what_reads_logits_row_by_row_makes_them_in_pieces(read, monkeypatch):
     ids, found = tokens(8), []
-    monkeypatch.setattr(late, "_PART", 512 * 16)
+    monkeypatch.setattr(late_answers, "_PART", 512 * 16)
     monkeypatch.setattr(flow_loss, "_BLOCK", ids.numel() * 64)
     for change in (lambda model: model, loss_alone):
         model = change(tiny("gemma2", vocab_size=512))
