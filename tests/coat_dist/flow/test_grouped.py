@@ -106,6 +106,8 @@ def routing(tokens, choices, experts, dropped=False):
     probs, index = torch.rand(tokens, experts).topk(choices)
     if dropped:
         index[torch.rand(tokens, choices) < 0.3] = experts
+        # The gradient's scale is that of all rows, also of tokens that no expert takes.
+        dout[index.amin(1) == experts] = 0
     inputs = [t.requires_grad_() for t in (x.bfloat16(), probs.bfloat16(), w1, w2)]
     return inputs, index, dout.bfloat16()
 

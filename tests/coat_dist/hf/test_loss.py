@@ -178,7 +178,7 @@ def test_what_reads_logits_row_by_row_makes_them_in_pieces(read, monkeypatch):
     assert largest.elements < ids.numel() * 512
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
     with torch.no_grad():
-        assert torch.equal(read(model(ids).logits, ids), out), "ratios to old ones are 1"
+        assert torch.equal(read(model(ids).logits, ids), out)  # ratios to old ones are 1
 
 
 def test_log_probs_are_those_of_the_logits_and_one_function():
@@ -200,11 +200,7 @@ def test_log_probs_are_those_of_the_logits_and_one_function():
 def test_log_probs_are_of_what_a_hook_makes_of_the_logits():
     ids, model = tokens(), loss_alone(tiny())
     wanted = log_probs(model, ids, temperature=0.7)
-
-    def hook(_, given, out):
-        out.logits = out.logits / 0.7
-
-    model.register_forward_hook(hook)
+    model.register_forward_hook(lambda _, __, out: setattr(out, "logits", out.logits / 0.7))
     torch.testing.assert_close(log_probs(model, ids), wanted)
 
 
@@ -224,7 +220,7 @@ def test_late_logits_are_made_when_they_are_read(tmp_path):
     assert torch.equal(model(ids).logits, wanted) and isinstance(model(ids).logits, torch.Tensor), (
         "without labels"
     )
-    assert type(model(ids, past_key_values=DynamicCache()).logits) is torch.Tensor, "generation"
+    assert type(model(ids, past_key_values=DynamicCache()).logits) is torch.Tensor  # generation
     unread = model(ids, labels=ids).logits
     torch.save(unread.clone(), tmp_path / "logits")
     torch.optim.SGD(model.parameters()).step()

@@ -134,8 +134,10 @@ class Actor(torch.nn.ModuleList):
 def steps_of_actor(rank, world, loss):
     import deepspeed
 
-    given = config(2, coat={"activation": {"loss": loss}})
-    engine, *_ = deepspeed.initialize(model=Actor([tiny(dtype=torch.bfloat16)]), config=given)
+    engine, *_ = deepspeed.initialize(
+        model=Actor([tiny(dtype=torch.bfloat16)]),
+        config=config(2, coat={"activation": {"loss": loss}}),
+    )
     for _ in range(3):
         found, out = engine(tokens())
         assert loss == "plain" or out.logits.late.made is None
