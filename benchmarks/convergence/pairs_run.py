@@ -176,6 +176,8 @@ class Run:
 
             config = Float8LinearConfig.from_recipe_name(v.recipe)
             convert_to_float8_training(model.model.layers, config=config)
+            for layer in model.model.layers:
+                layer.compile()  # as its page says
         if v.peer == "transformer_engine":
             from benchmarks.speed import te_layer
 
