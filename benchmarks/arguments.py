@@ -11,17 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "argument_parser",
-    "check_multiples",
-    "check_peers",
-    "int_from_0",
-    "one_line",
-    "output_folder",
-    "positive_float",
-    "positive_int",
-]
-
 HELP = {
     "accumulation": "micro-batches of a step",
     "layers": "number of layers of each model",

@@ -19,28 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "RESULTS",
-    "ROOT",
-    "command",
-    "commit",
-    "dumps",
-    "environment",
-    "gpus",
-    "loss_gaps",
-    "number",
-    "options",
-    "prepare_text",
-    "python_path",
-    "read_json",
-    "result_path",
-    "show",
-    "write",
-    "write_figure",
-    "write_json",
-    "write_result",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 """The repository: programs are started from here, and their paths are relative to it."""
 RESULTS = Path(__file__).with_name("results")

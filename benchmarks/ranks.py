@@ -25,16 +25,6 @@ import torch
 from benchmarks.common import ROOT, python_path
 from coat_dist.nodes import free_port
 
-__all__ = [
-    "OUT_OF_MEMORY",
-    "Ended",
-    "as_rank",
-    "run",
-    "run_variant",
-    "show_failed",
-    "wait_for_ranks",
-]
-
 OUT_OF_MEMORY = 7
 """Exit status."""
 NO_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc"

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["copy_bandwidth", "graph_ms", "median", "stages_ms", "timed", "union", "wall_ms"]
-
 Time = TypeVar("Time", int, float)
 
 

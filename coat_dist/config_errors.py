@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-__all__ = ["Problem", "explain", "got", "keys_of"]
-
 
 class Problem(NamedTuple):
     """One key that cannot be honoured."""

@@ -27,8 +27,6 @@ import torch
 
 from .ranks import rank_and_world
 
-__all__ = ["FP8_CAPABILITY", "KERNEL_CAPABILITY", "has_fp8", "runs_kernels", "switched_on"]
-
 KERNEL_CAPABILITY = (8, 0)
 """Ampere is the first with BF16 conversion and with min and max that keep NaN."""
 FP8_CAPABILITY = (8, 9)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib import import_module
 
-__all__ = ["need"]
-
 
 def need(module: str, extra: str, user: str) -> None:
     """Import a module of an extra for ``user``, a public name; its absence is an error with the

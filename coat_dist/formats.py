@@ -23,20 +23,6 @@ from typing import Literal
 
 import torch
 
-__all__ = [
-    "ALWAYS_EXPANDED",
-    "E3M4",
-    "E4M3",
-    "E5M2",
-    "FORMATS",
-    "INT8",
-    "FP8Format",
-    "FirstMomentFormat",
-    "QuantizedTensor",
-    "SecondMomentFormat",
-    "format_of",
-]
-
 FirstMomentFormat = Literal["e4m3", "e5m2", "int8"]
 SecondMomentFormat = Literal["e4m3", "e5m2", "log8"]
 ALWAYS_EXPANDED = ("log8",)

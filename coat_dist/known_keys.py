@@ -18,8 +18,6 @@ from .config import ActivationConfig, OptimizerConfig, letters_of, misspells_coa
 from .config_errors import Problem, got
 from .optim import CoatAdamW
 
-__all__ = ["OF_ADAM", "defaults_of_coat_adamw", "known_keys", "misspelt", "unknown"]
-
 Entries = Collection[tuple[str, str, Any]]
 """``Settings.entries``: what stands before a key, the key, the value."""
 _READ_BY_KEY = (

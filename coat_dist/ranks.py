@@ -22,24 +22,6 @@ import torch.distributed as dist
 from . import nodes
 from .config import CoatConfigError
 
-__all__ = [
-    "Team",
-    "alone",
-    "attempt",
-    "check_same_on_all_ranks",
-    "gather",
-    "leaves",
-    "of_another_rank",
-    "on_first_ranks",
-    "on_rank_0",
-    "rank_and_world",
-    "say_on_rank_0",
-    "say_ranks",
-    "share",
-    "tell_torchrun",
-    "wait_for",
-]
-
 T = TypeVar("T")
 _alone = False
 

@@ -15,8 +15,6 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-__all__ = ["SUPPORTED", "check", "main", "paths", "versions"]
-
 # The ranges of setup.py that matter at run time.
 SUPPORTED = {
     "torch": ">=2.11,<2.14",

@@ -22,8 +22,6 @@ from .known_keys import OF_ADAM, defaults_of_coat_adamw, misspelt, unknown
 from .optim import CoatAdamW
 from .optim.state import check_group
 
-__all__ = ["OFFLOAD", "Facts", "Settings"]
-
 ZERO = "zero_optimization"
 OFFLOAD = f"{ZERO}.offload_optimizer"
 _UNSET = ("bf16", "bfloat16", "aio")

@@ -11,8 +11,6 @@ from pathlib import Path
 from .nodes import by_node, my_place
 from .ranks import gather, rank_and_world, say_ranks
 
-__all__ = ["check_shared", "check_there", "sharing"]
-
 PATIENCE = 3.0
 """Seconds that a file of another host has to appear: network file systems cache names for a
 moment.

@@ -24,20 +24,6 @@ from packaging.version import Version
 
 from .cpu import answer_for_cuda, dispatch_tokens, gather_unevenly
 
-__all__ = [
-    "check_version",
-    "define_missing_names",
-    "fc1_params",
-    "loss_scalers",
-    "older_than",
-    "other_quick_gelus",
-    "prepare_cpu",
-    "quiet_imports",
-    "reset_counts",
-    "rope_mscale",
-    "set_rope_mscale",
-]
-
 SUPPORTED = ">=0.14,<0.17"
 """Versions of megatron-core. Pre-releases count as the version before which they are: NVIDIA's
 containers ship them.

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["answer_for_cuda", "dispatch_tokens", "gather_unevenly"]
-
 # By module, what asks for CUDA. Functions stand where their callers look them up.
 _ASKING = {
     "megatron.core.fusions.fused_softmax": ("FusedScaleMaskSoftmax.forward_torch_softmax",),

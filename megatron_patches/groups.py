@@ -18,15 +18,6 @@ from coat_dist.flow import TensorParallel
 
 from .compat import check_version, prepare_cpu
 
-__all__ = [
-    "MPUAdapter",
-    "initialize_model_parallel",
-    "rng_state",
-    "set_rng_state",
-    "tensor_parallel",
-    "zero_init",
-]
-
 
 def initialize_model_parallel(tp: int = 1, *, seed: int = 1234, **kwargs: Any) -> None:
     """Set up Megatron's process groups and random states over an initialized ``torch.distributed``,

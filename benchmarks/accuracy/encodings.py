@@ -18,8 +18,6 @@ from coat_dist.optim import state as optimizer_state
 from coat_dist.reference.dither import dither
 from coat_dist.reference.moments import MomentCodec
 
-__all__ = ["RangedCodec", "altered"]
-
 
 @dataclass(frozen=True)
 class RangedCodec(MomentCodec):

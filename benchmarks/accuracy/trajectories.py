@@ -42,8 +42,6 @@ from coat_dist import CoatAdamW
 from coat_dist.optim import export_moments
 from coat_dist.reference.moments import FIRST_MOMENT_FORMATS, SECOND_MOMENT_FORMATS
 
-__all__ = ["BETAS", "FORMER", "Joined", "Options", "Trained", "main", "measure", "ratios", "train"]
-
 LR = 1e-3
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.0, 0.99))
 SMALLEST = 2.0**-120

@@ -13,18 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "SCENARIOS",
-    "Gradients",
-    "changing_scale",
-    "decaying",
-    "heavy_tailed",
-    "normal",
-    "one_sided",
-    "sparse",
-    "stopped",
-]
-
 ELEMENTS = 512
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from benchmarks.arguments import argument_parser, one_line
 from benchmarks.common import read_json, result_path, show, write_figure
 
-__all__ = ["BF16", "gaps", "plot", "report", "show_rows"]
-
 BF16 = "bf16"
 """The variant that all others are compared with."""
 LOSSES = {"gap": "held_out_loss", "gap_in_bf16": "held_out_loss_bf16"}

@@ -24,8 +24,6 @@ import torch
 from benchmarks.common import commit, gpus
 from benchmarks.convergence.pairs_report import BF16
 
-__all__ = ["HELD_OUT", "NUDGE", "VARIANTS", "Run", "Variant", "Worker"]
-
 NUDGE = 1e-5
 """Relative increase of the learning rate in "bf16 again"."""
 HELD_OUT = 50

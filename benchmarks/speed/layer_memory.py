@@ -40,9 +40,6 @@ from launch.memory.layer import saved, widths
 from launch.memory.run import Run
 from launch.model.gpt import ModelConfig
 
-__all__ = ["Peak", "expected_peak", "saved_bytes"]
-
-
 ACCOUNTED: dict[str, Any] = {
     "qk_norm": False,
     "norm_placement": "pre",

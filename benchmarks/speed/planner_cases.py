@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.common import ROOT
 
-__all__ = ["CASES", "VERIFY", "largest", "planned", "predict", "settings_of"]
-
 SEVEN = {"model": "llama2-7b", "override": ["num_layers=4"]}
 EIGHT = {"model": "llama3-8b", "override": ["num_layers=2"]}
 OLMO = {"model": "olmo-1b", "override": []}

@@ -38,8 +38,6 @@ from launch.scale.timed_steps import random_batch
 from launch.train import runtime, training_engine
 from megatron_patches import initialize_model_parallel
 
-__all__ = ["main", "measure", "parse"]
-
 TRACED = 2
 """Steps of a trace."""
 

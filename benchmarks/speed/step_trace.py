@@ -10,8 +10,6 @@ from typing import Any
 
 from benchmarks.timing import union
 
-__all__ = ["Span", "busy", "kinds"]
-
 KINDS = (
     ("communication", ("nccl", "barrier_kernel", "PtoP")),
     ("attention", ("sdpa", "flash", "fused_attn", "dot_do_o", "dq_to_16bits")),

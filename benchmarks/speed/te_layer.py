@@ -18,8 +18,6 @@ import torch.distributed as dist
 from benchmarks.arguments import check_peers
 from launch.model.gpt import ModelConfig
 
-__all__ = ["RECIPES", "check", "load", "stack", "unpack"]
-
 RECIPES = {"TE bf16": None, "TE fp8 delayed": "DelayedScaling"}
 """What is measured, and its recipe's class in ``transformer_engine.common.recipe``."""
 

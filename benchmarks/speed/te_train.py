@@ -35,8 +35,6 @@ if __name__ == "__main__":
 from launch.model import gpt  # noqa: E402
 from launch.model.model_config import ModelConfig  # noqa: E402
 
-__all__ = ["RECIPES", "main", "peer_environment", "te_layers"]
-
 
 def peer_environment(te: Path | None, tp: int = 1) -> dict[str, str]:
     """Variables with which a program finds Transformer Engine in a folder, unless it can be

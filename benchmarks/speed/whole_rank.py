@@ -26,8 +26,6 @@ from launch.train import runtime, training_engine
 from launch.train.memory_report import MemoryReport
 from megatron_patches import initialize_model_parallel
 
-__all__ = ["VARIANTS", "engine_of", "plan_of", "settings_of", "steps"]
-
 
 class Variant(NamedTuple):
     """What is trained, as far as the DeepSpeed configuration says."""

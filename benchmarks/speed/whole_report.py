@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks.arguments import argument_parser, one_line
 from benchmarks.common import number, read_json, result_path, write_figure
 
-__all__ = ["finished", "main", "report"]
-
 GIB = 2**30
 PLUS = "+ memory was not out at the largest micro-batch that was tried."
 """What a plus in :func:`largest` means."""

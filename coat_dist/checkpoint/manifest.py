@@ -17,20 +17,6 @@ from ..ranks import Team, gather, leaves, rank_and_world, share
 from .names import divided_experts, info_of, place_in_pipeline
 from .write.durable import walk
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "TEAM",
-    "UNFINISHED",
-    "CheckpointError",
-    "describe",
-    "differences",
-    "read_manifest",
-    "readable",
-    "sync_files",
-    "verify",
-]
-
 FORMAT = 1
 MANIFEST = "manifest.json"
 UNFINISHED = {"format": FORMAT, "unfinished": True}

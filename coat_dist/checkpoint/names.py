@@ -24,17 +24,6 @@ import torch
 
 from ..ranks import gather
 
-__all__ = [
-    "divided_experts",
-    "in_whole",
-    "info_of",
-    "larger",
-    "names_in_whole",
-    "names_of_others",
-    "part_of_joined",
-    "place_in_pipeline",
-]
-
 Info = Mapping[str, Any] | None
 
 

@@ -28,8 +28,6 @@ from .write.durable import write_text
 from .write.engine_writes import Writes, watch_writes
 from .write.publish import LATEST, begin, finish, retire, unfinished
 
-__all__ = ["Extras", "save_whole_checkpoints"]
-
 _DEEPSPEED_KEYS = frozenset(
     {
         "module",

@@ -12,16 +12,6 @@ import torch
 
 from ..optim.adamw import CoatAdamW
 
-__all__ = [
-    "Fragment",
-    "Partition",
-    "base_optimizer",
-    "copy_into",
-    "forget_second_shard",
-    "members",
-    "partitions",
-]
-
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """What ZeRO-1 and 2, BF16_Optimizer, and ZeRO-3 call the model's parameters by group."""
 

@@ -29,8 +29,6 @@ from . import heartbeat
 from .parallel import experts, pipeline, pipeline_module
 from .step import accessors, fp8_gather, master_weights, offload_states, step, step_gradients
 
-__all__ = ["ATTACHMENTS", "FOR_NEW_ENGINES", "Attachment", "Built", "attach"]
-
 FOR_NEW_ENGINES: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
 """What rooms above attach to a new engine: whether it applies, and what does it.
 ``megatron_patches`` puts the functions of its ``step_jobs.py`` here.

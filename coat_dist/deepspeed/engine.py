@@ -25,8 +25,6 @@ from .attach import attach
 from .parallel.experts import announced_experts
 from .request import Request, agree, validate
 
-__all__ = ["called_as_deepspeed", "initialize"]
-
 
 def initialize(
     args: Any = None,

@@ -35,8 +35,6 @@ import torch.distributed as dist
 from .. import nodes
 from ..ranks import gather, of_another_rank, rank_and_world, tell_torchrun
 
-__all__ = ["SHARE", "STATUS", "Heartbeat", "group_timeout", "start", "who"]
-
 SHARE = 0.8  # silence after which a rank counts as hung, as a share of the collectives' timeout
 STATUS = 4  # exit status of the other ranks
 SHORTEST = 5.0  # seconds of silence that end nothing, however short the timeout is

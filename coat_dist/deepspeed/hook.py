@@ -21,8 +21,6 @@ import torch
 from ..optim import CoatAdamW
 from .without_launcher import leave_out_compiled_operation
 
-__all__ = ["KEPT", "honour", "install"]
-
 KEPT = "initialize_without_coat"
 """The attribute of the module ``deepspeed`` that is its own function: other libraries may
 replace ``initialize``.

@@ -14,8 +14,6 @@ from ..known_keys import OF_ADAM
 from ..optim import CoatAdamW, param_groups, split_groups
 from ..optim.groups import parameter_of
 
-__all__ = ["build_coat_adamw", "experts_apart"]
-
 
 def build_coat_adamw(
     params: Mapping[str, Any],

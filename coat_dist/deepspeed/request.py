@@ -37,8 +37,6 @@ from .parallel.pipeline_module import check_tied, tied_apart, tied_weights
 from .parallel.replicated_grads import check_replicated_grads
 from .without_launcher import in_a_step, prepare
 
-__all__ = ["Request", "agree", "given_configurations", "validate"]
-
 # Seconds that a rank without a block waits for the others: without one, ranks may build unequal
 # numbers of engines.
 PATIENCE = 20.0

@@ -20,8 +20,6 @@ from ..config import refuse
 from ..nodes import free_port
 from ..ranks import say_on_rank_0
 
-__all__ = ["in_a_step", "leave_out_compiled_operation", "prepare", "store_of_restart", "take_ranks"]
-
 _FIRST_PORT, _PORTS = 20_000, 12_000
 """Ports below those that systems give to outgoing connections (32768 and above on Linux)."""
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

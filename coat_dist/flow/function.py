@@ -25,17 +25,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import ActivationConfig
 
-__all__ = [
-    "Function",
-    "check_settings",
-    "leave_out",
-    "once_differentiable",
-    "once_per_tensor",
-    "outside_of_graphs",
-    "shaped",
-    "version_of",
-]
-
 T = TypeVar("T")
 _frames = torch._C._dynamo.eval_frame
 _Step = TypeVar("_Step", bound=Callable[..., Any])

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["saved_for_backward"]
-
 
 @contextmanager
 def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:

@@ -15,8 +15,6 @@ from torch import nn
 from ..flow import Adapter
 from ..patching.reasons import has_plain_weight, original_class, own_code
 
-__all__ = ["adapters_of", "base_of"]
-
 
 def base_of(module: Any) -> Any:
     """The linear inside of PEFT's LoRA; else the module itself."""

@@ -32,8 +32,6 @@ from .layer import AttentionKind, FusedAttention
 from .modules import MLP, Part, PartProjection, Projection, why_parts_act
 from .recognize import attention_kind, is_mlp, layer_norms, mlp_kind, norm_kind
 
-__all__ = ["RECOGNIZERS", "SMALLEST", "blocks_of", "fuses", "parts_of", "why_called"]
-
 SMALLEST = 256
 """Linears with fewer inputs or outputs stay BF16: routers, gates and adapters, whose products take
 less time than quantizing their input.

@@ -25,8 +25,6 @@ from ..patching.reasons import PLAIN, module_of, original_class, own_code, why_n
 from .modules import Block, fits, opaque
 from .recognize import activation_of
 
-__all__ = ["Experts", "ExpertsKind", "experts_in", "experts_kind", "why_not_experts"]
-
 INTEGRATION = "transformers.integrations.moe"
 IMPLEMENTATIONS = "eager", "grouped_mm", "batched_mm", "sonicmoe", "deepgemm"
 """transformers' own, which compute the same."""

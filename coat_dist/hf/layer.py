@@ -33,8 +33,6 @@ from .modules import (
 )
 from .recognize import Attention, LayerNorms, rotation_of
 
-__all__ = ["AttentionKind", "DecoderLayer", "FusedAttention", "Sides", "gathers_itself"]
-
 
 @once_per_tensor
 def _table(cos: torch.Tensor, sin: torch.Tensor, rotation: str) -> flow.RopeTable:

@@ -22,8 +22,6 @@ from ..flow.core.frozen import FrozenWeight
 from ..patching.settings import Config, coat_block
 from .patch import frozen_weights, plan_model
 
-__all__ = ["FrozenWeightsConfig"]
-
 
 @register_quantization_config("coat")
 class FrozenWeightsConfig(QuantizationConfigMixin):

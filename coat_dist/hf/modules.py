@@ -33,28 +33,6 @@ from ..patching.reasons import PLAIN, has_plain_weight, named_class, original_cl
 from ..patching.report import PatchReport
 from .adapters import adapters_of, base_of
 
-__all__ = [
-    "CACHES",
-    "MLP",
-    "ONE",
-    "AdaptedProjection",
-    "Block",
-    "Fused",
-    "ModePatched",
-    "Part",
-    "PartProjection",
-    "Projection",
-    "Stack",
-    "UnfusedNorm",
-    "bias_of",
-    "fits",
-    "is_attention_output",
-    "is_cached",
-    "norm_of",
-    "runs_flow",
-    "why_parts_act",
-]
-
 ONE = flow.TensorParallel()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -45,8 +45,6 @@ from .recognize import is_causal_lm, layer_norms, norm_kind
 from .recompute import RecomputedLayer
 from .sinks import SinkAttention, has_sinks
 
-__all__ = ["frozen_weights", "is_transformers_model", "patch_model", "plan_model"]
-
 BLOCKS = "self_attn", "mlp"
 """Of layers that ``layer_norms`` knows."""
 

@@ -24,21 +24,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ..ops import ACTIVATIONS, activation_apply
 from ..patching.reasons import original_class, own_forward
 
-__all__ = [
-    "Attention",
-    "LayerNorms",
-    "MLPKind",
-    "activation_of",
-    "attention_kind",
-    "fingerprint",
-    "is_causal_lm",
-    "is_mlp",
-    "layer_norms",
-    "mlp_kind",
-    "norm_kind",
-    "rotation_of",
-]
-
 _RENAMED = re.compile(r"(?<![.\w'\"])past_key_values?\b")
 """An argument that transformers 5.24 calls ``cache``, where it is a name: no attribute and no
 string.

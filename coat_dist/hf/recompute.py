@@ -13,8 +13,6 @@ from .. import flow
 from .layer import DecoderLayer
 from .modules import fits, opaque, runs_flow
 
-__all__ = ["RecomputedLayer"]
-
 
 class RecomputedLayer(DecoderLayer):
     """A layer where the block says which layers gradient checkpointing recomputes, or what it keeps

@@ -17,8 +17,6 @@ from ..patching.reasons import original_class
 from .modules import ModePatched, opaque
 from .recognize import fingerprint
 
-__all__ = ["SinkAttention", "has_sinks"]
-
 EAGER = {"70032906336b", "58a0713d2842"}
 """``eager_attention_forward`` of gpt-oss and DeepSeek-V4, and of Granite's two, since transformers
 5.24 and 5.17.

@@ -35,8 +35,6 @@ from .groups import place, place_from, unpack
 from .launch import cdiv, fast_launch
 from .quantize import packet
 
-__all__ = ["activation_backward", "activation_factor_grad", "activation_grad_amax"]
-
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (8, 256, 4)
 BACKWARD_TILE = (BLOCK, 128, 4)

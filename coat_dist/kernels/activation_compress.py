@@ -31,8 +31,6 @@ from .groups import group_decode, group_encode, place, place_from, room, saved_a
 from .launch import cdiv, fast_launch
 from .quantize import launch_rows
 
-__all__ = ["activation_compress", "activation_compress_rows"]
-
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 COMPRESS_TILE = (8, 256, 4)
 # Tiles on their way; elements a thread of a tile; tiles of a row in registers, at most.

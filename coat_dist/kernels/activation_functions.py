@@ -15,8 +15,6 @@ from .approximations import exp2, sigmoid
 from .fp8 import Format
 from .groups import load_tile
 
-__all__ = ["Pre", "activate", "add_bias", "backward", "linear", "load_part", "pre_constants"]
-
 
 class Pre(NamedTuple):
     """A pre-activation as compile-time constants. Triton 3.6 passes a tuple in it on to other

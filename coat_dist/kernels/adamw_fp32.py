@@ -28,8 +28,6 @@ from .launch import cdiv, fast_launch
 from .master import load_master, store_master
 from .table import ALIGNMENT, Kind, Member, launches
 
-__all__ = ["adamw_fp32_steps", "step_contiguous"]
-
 TILE_ELEMENTS = 1024
 NUM_WARPS = 4
 

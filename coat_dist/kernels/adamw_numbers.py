@@ -16,15 +16,6 @@ from ..reference.adamw import AdamWStep
 from .launch import fast_launch
 from .moment_formats import Constants
 
-__all__ = [
-    "Step",
-    "load_numbers",
-    "next_moments",
-    "numbers_of_counts",
-    "step_constants",
-    "step_scalars",
-]
-
 
 class Step(NamedTuple):
     """A step as compile-time constants."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["exp2", "inverse_root", "log2", "reciprocal", "sigmoid", "square_root"]
-
 
 @triton.jit
 def log2(x, FAST: tl.constexpr):

@@ -17,8 +17,6 @@ from ..reference.cross_entropy import LogitStats
 from .approximations import sigmoid
 from .launch import cdiv, fast_launch, next_power_of_2
 
-__all__ = ["logit_grad", "logit_stats"]
-
 # 16-byte loads of BF16 for each of 256 threads, twice. Not tuned.
 BLOCK = 4096
 

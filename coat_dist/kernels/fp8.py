@@ -18,28 +18,6 @@ from ..formats import E3M4, E4M3, E5M2, INT8, FP8Format
 from ..reference.quantize import carry_and_power
 from .launch import cdiv, next_power_of_2
 
-__all__ = [
-    "INF_BITS",
-    "NAN_BITS",
-    "TINY",
-    "Format",
-    "amax_buffer",
-    "atomic_amax",
-    "atomic_top",
-    "code_bits",
-    "constants",
-    "dense",
-    "from_fp8",
-    "inverse",
-    "magnitude_bits",
-    "pack_rows",
-    "row_tiles",
-    "scale_of",
-    "store_turned",
-    "to_fp8",
-    "with_sign",
-]
-
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
 # Smallest normal fp32, to the bit; a smaller literal would turn a kernel to fp64.

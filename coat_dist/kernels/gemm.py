@@ -23,8 +23,6 @@ from ..reference import gemm as reference
 from ..reference.gemm import check_operands
 from ..reference.grouped import BLOCK, ExpertRows
 
-__all__ = ["apart", "grouped_mm", "grouped_wgrad", "one_by_one", "scaled_mm"]
-
 _ALIGNMENT = 16
 """cuBLASLt takes FP8 operands whose k and n are multiples of 16. Zero codes fill up others
 without changing a sum.

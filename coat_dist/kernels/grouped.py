@@ -26,17 +26,6 @@ from .groups import load_tile, place_from, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize, packet
 
-__all__ = [
-    "largest_rows",
-    "launch_take",
-    "quantize_columns",
-    "quantize_experts",
-    "scale_rows_backward",
-    "spread_scales",
-    "sum_rows",
-    "take_rows",
-]
-
 # Columns and warps of a tile of BLOCK rows; columns, packets of rows, warps of a tile of a weight;
 # elements of a row.
 COLUMNS_TILE = (64, 32, 8)

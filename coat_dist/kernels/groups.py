@@ -17,19 +17,6 @@ import triton.language as tl
 from ..formats import FP8Format, QuantizedTensor, format_of
 from .fp8 import INF_BITS, NAN_BITS, Format, constants, from_fp8, magnitude_bits, scale_of, to_fp8
 
-__all__ = [
-    "decode_raw",
-    "group_decode",
-    "group_encode",
-    "load_raw",
-    "load_tile",
-    "place",
-    "place_from",
-    "room",
-    "saved_as",
-    "unpack",
-]
-
 E3M4_BITS = tl.constexpr(4)  # of mantissa
 INT8_BITS = tl.constexpr(7)
 

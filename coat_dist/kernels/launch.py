@@ -45,8 +45,6 @@ from triton.runtime.jit import JITFunction
 
 from ..devices import has_fp8
 
-__all__ = ["FastLaunch", "as_bytes", "cdiv", "fast_launch", "forget", "next_power_of_2"]
-
 COMPARED = ("3.6.", "3.8.")
 """Versions of Triton whose specialization and launch have been compared with what is done here."""
 

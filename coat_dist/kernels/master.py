@@ -9,8 +9,6 @@ import triton.language as tl
 
 from .fp8 import NAN_BITS
 
-__all__ = ["join", "load_master", "split", "store_master"]
-
 
 @triton.jit
 def join(p, low):

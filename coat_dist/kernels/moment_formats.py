@@ -22,8 +22,6 @@ from . import fp8
 from .approximations import exp2, log2
 from .fp8 import Format, from_fp8, to_fp8, with_sign
 
-__all__ = ["TINY_BITS", "Constants", "codes", "constants", "exponents", "read", "spaced"]
-
 TINY_BITS = tl.constexpr(0x00800000)
 # Added: rounds to an integer, ties to even, and leaves it in the low bits.
 _ROUND = tl.constexpr(1.5 * 2.0**23)

@@ -18,8 +18,6 @@ from .groups import decode_raw, load_raw, unpack
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_rows
 
-__all__ = ["norm_backward"]
-
 # Largest number of columns (the last row also serves more); programs, each of which sums a weight
 # gradient of its rows; warps; registers a thread without and with a residual. Rows have to stay in
 # registers, and two programs should fit a multiprocessor. Rows of 4096 take 131 us with 8 warps

@@ -33,20 +33,6 @@ from .fp8 import (
 from .groups import group_encode, load_tile, place, room, saved_as, unpack
 from .launch import cdiv, fast_launch
 
-__all__ = [
-    "amax",
-    "dequantize",
-    "launch_quantize",
-    "launch_rows",
-    "packet",
-    "quantize_both",
-    "quantize_groups",
-    "quantize_rows",
-    "quantize_tensor",
-    "tensor_scale",
-    "transpose",
-]
-
 # Rows, columns, warps of a tile; measured as benchmarks/speed/flow_kernels.py does.
 AMAX_TILE = (16384, 8)
 GROUPS_TILE = (16, 256, 4)

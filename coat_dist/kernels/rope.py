@@ -21,8 +21,6 @@ from ..reference.rope import HeadNorms, Heads, RopeTable
 from .fp8 import amax_buffer, atomic_amax, dense, magnitude_bits
 from .launch import fast_launch, next_power_of_2
 
-__all__ = ["split_rope", "split_rope_backward"]
-
 PROGRAMS = 792
 """Largest number of programs of backward with norms: six on each of an H200's 132
 multiprocessors.

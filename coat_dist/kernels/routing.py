@@ -18,8 +18,6 @@ from .grouped import launch_take
 from .launch import cdiv, fast_launch, next_power_of_2
 from .quantize import launch_quantize
 
-__all__ = ["route", "take_codes", "take_codes_transposed"]
-
 ROUTE_TILE = 1024  # choices of a program
 ROUTE_ELEMENTS = 8192  # choices of a step times experts
 TAKE_TILE = 1024  # words of a row

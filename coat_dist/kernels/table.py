@@ -38,8 +38,6 @@ from ..reference.adamw import AdamWTensors
 from ..reference.adamw_batch import Batch
 from .launch import cdiv
 
-__all__ = ["LIMIT", "Kind", "Launches", "Member", "launches", "sort"]
-
 ALIGNMENT = 16
 """Bytes (of an address) and elements that 16-byte accesses take at a time."""
 LIMIT = 1 << 24

@@ -12,8 +12,6 @@ import torch
 from ..devices import runs_kernels, switched_on
 from ..formats import QuantizedTensor
 
-__all__ = ["operation", "use_kernels"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

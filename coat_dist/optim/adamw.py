@@ -21,8 +21,6 @@ from .state import check_group, codecs, ensure_state, moment, stochastic
 from .state import remainder as low_half
 from .state_dict import FP32States, check_and_box, gather, unbox
 
-__all__ = ["CoatAdamW"]
-
 
 class CoatAdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay, bias correction) with FP8 moments; see

@@ -18,8 +18,6 @@ from .seeds import name_of
 from .sharded import is_dtensor, local
 from .state import DTYPES, check_parameter, check_state
 
-__all__ = ["Pairs", "check_capture", "check_step"]
-
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Parameters of a group that have a gradient, each with it."""
 

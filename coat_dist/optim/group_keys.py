@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["check_keys"]
-
 _NEAR = 0.85
 """Least similarity (difflib's ratio) of a key and an option that makes the key a misspelling; their
 lengths also differ by one letter at most. "wieght_decay" has 0.92. Keys that programs invent are

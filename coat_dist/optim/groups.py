@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["listed", "name_parameters", "param_groups", "parameter_of", "split_groups"]
-
 _ORDER = ("decay/fp8/tied", "decay/fp8", "decay/fp32", "no_decay/fp32")
 
 

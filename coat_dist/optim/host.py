@@ -28,8 +28,6 @@ import torch
 from ..ops import AdamWStep, AdamWTensors, Moment, MomentCodec, adamw_steps
 from .sharded import local
 
-__all__ = ["on_host", "release", "stream_steps", "to_home", "to_host", "wait"]
-
 CHUNK = 1 << 25
 """Elements that travel at a time: 136 MB with remainders. On an H100 half of it needs 18 % of
 the step on the host.

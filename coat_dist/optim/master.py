@@ -11,8 +11,6 @@ from ..ops import join, split
 from .sharded import like, local
 from .state import ensure_state, has_remainder, remainder
 
-__all__ = ["export_master", "read_master", "set_master", "write_master"]
-
 
 def export_master(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
     """The master weight of one parameter: a new fp32 tensor of its shape; of a DTensor, one

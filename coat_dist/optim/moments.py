@@ -24,16 +24,6 @@ from .state import (
     remainder,
 )
 
-__all__ = [
-    "encode_moments",
-    "export_moments",
-    "forget_written",
-    "import_moments",
-    "read_moment",
-    "regroup",
-    "write_moment",
-]
-
 _written: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """First moments that :func:`write_moment` was given since the last step, fp32 on the CPU: {codes:
 {start: values}}.

@@ -27,8 +27,6 @@ from .host import on_host
 from .seeds import noise_seed
 from .state import CODE_KEYS, FP32_KEYS, has_remainder, stochastic
 
-__all__ = ["Columns", "Found", "Plan", "Plans"]
-
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Exactly: of other subclasses, DTensor among them, addresses and sizes may not be what they
 seem.

@@ -18,8 +18,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["name_of", "new_seed", "noise_seed", "taken_seeds"]
-
 _WRAPPERS = re.compile(
     r"(?<![^.])(?:_orig_mod|_forward_module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 )

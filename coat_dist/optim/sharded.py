@@ -29,16 +29,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "from_global",
-    "is_dtensor",
-    "like",
-    "local",
-    "local_grad",
-    "refusal",
-    "to_global",
-]
-
 LOW = "coat_p_low"
 """The key of remainders."""
 

@@ -47,28 +47,6 @@ from .groups import listed, parameter_of
 from .host import on_host, to_host
 from .sharded import local, refusal
 
-__all__ = [
-    "CODE_KEYS",
-    "DTYPES",
-    "FP32_KEYS",
-    "LAYOUT_KEYS",
-    "MOMENTS",
-    "MOMENT_OF",
-    "WhichMoment",
-    "as_count",
-    "check_group",
-    "check_parameter",
-    "check_state",
-    "codecs",
-    "ensure_state",
-    "has_remainder",
-    "moment",
-    "new_state",
-    "remainder",
-    "state_layout",
-    "stochastic",
-]
-
 WhichMoment = Literal["first", "second"]
 """The one word for each moment: in names, in arguments, in error messages. Keys of a state are
 the tables below.

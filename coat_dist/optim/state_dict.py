@@ -26,8 +26,6 @@ from .state import (
     has_remainder,
 )
 
-__all__ = ["FP32States", "check_and_box", "fp32_state_dict", "gather", "unbox"]
-
 _MOMENTS = tuple(FP32_KEYS.values())
 _TORCH_ONLY = (
     "amsgrad",

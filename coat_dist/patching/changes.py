@@ -13,8 +13,6 @@ from ..config import CoatConfigError
 from ..flow.core.frozen import FrozenWeight, replace
 from .reasons import drop_own_forward
 
-__all__ = ["RECORD", "Changes", "unpatch_model"]
-
 RECORD = "coat_changes"
 """The attribute of a model that keeps its record."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Patched", "swapped"]
-
 
 class Patched:
     """Base of all mixins."""

@@ -18,8 +18,6 @@ from .changes import RECORD, Changes
 from .classes import Patched, swapped
 from .report import PatchReport
 
-__all__ = ["Entry", "Plan", "Recognizer"]
-
 
 class Planned:
     """Changes that are planned, in their order. Of several of one attribute the first counts: a

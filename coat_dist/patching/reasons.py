@@ -21,23 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..flow.core.frozen import FrozenWeight
 
-__all__ = [
-    "CALL",
-    "INPUT",
-    "INPUT_OR_ITS_GRADIENT",
-    "OUTPUT",
-    "PLAIN",
-    "drop_own_forward",
-    "has_plain_weight",
-    "module_of",
-    "named_class",
-    "original_class",
-    "own_code",
-    "own_forward",
-    "refusal",
-    "why_not_fp8",
-]
-
 # The tables of torch.nn.Module that hold hooks, by what their hooks see.
 INPUT = ("_forward_pre_hooks",)
 OUTPUT = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -11,15 +11,6 @@ from torch import nn
 
 from ..config import ActivationConfig, CoatConfigError
 
-__all__ = [
-    "PatchReport",
-    "check_settings",
-    "check_unpatched",
-    "condensed",
-    "is_patched",
-    "reports_of",
-]
-
 
 @dataclass
 class PatchReport:

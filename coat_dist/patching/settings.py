@@ -15,16 +15,6 @@ from ..config import ActivationConfig, CoatConfig, CoatConfigError
 from ..config_errors import Problem, got
 from ..settings import Settings
 
-__all__ = [
-    "REFUSED",
-    "Config",
-    "Rows",
-    "bf16_layers",
-    "check_bf16_layers",
-    "check_honoured",
-    "coat_block",
-]
-
 Config: TypeAlias = str | os.PathLike | Mapping[str, Any] | Settings | CoatConfig
 """What DeepSpeed takes (path of a JSON file, dict, base64 of JSON), with a ``"coat"`` block; the
 same, read; or the parsed block.

@@ -33,24 +33,6 @@ from .quantize import (
     requantize_rows,
 )
 
-__all__ = [
-    "ACTIVATIONS",
-    "FUNCTIONS",
-    "Activation",
-    "ActivationForward",
-    "ActivationGradients",
-    "ActivationRows",
-    "activation_apply",
-    "activation_backward",
-    "activation_compress",
-    "activation_compress_rows",
-    "activation_factor_grad",
-    "activation_grad_amax",
-    "activation_quantize",
-    "check_activation",
-    "gates_first",
-]
-
 
 class Activation(NamedTuple):
     """``gated``: ``function(gate) * (up + offset)``; otherwise ``function(p)``. ``function`` is a

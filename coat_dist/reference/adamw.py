@@ -27,16 +27,6 @@ from .dither import dither
 from .master import join, split
 from .moments import Moment, MomentCodec, decode, encode
 
-__all__ = [
-    "AdamWStep",
-    "AdamWTensors",
-    "FP32Tensors",
-    "adamw_fp32_step",
-    "adamw_fp32_steps",
-    "adamw_step",
-    "adamw_steps",
-]
-
 _CHUNK = 1 << 20
 """Elements decoded at a time: temporaries take some 40 bytes for each of these, whatever the
 size of the tensor.

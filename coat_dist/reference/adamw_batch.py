@@ -13,8 +13,6 @@ import torch
 from .adamw import AdamWTensors, FP32Tensors
 from .moments import Moment
 
-__all__ = ["Batch", "written"]
-
 
 @dataclass
 class Batch(Sequence):

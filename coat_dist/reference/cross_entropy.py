@@ -27,8 +27,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LogitStats", "logit_grad", "logit_stats", "merge", "pow2"]
-
 _CHUNK = 2**18
 """Logits converted to fp64 at a time: 2 MiB a temporary, which caches hold. 2**22 takes 2.5
 times as long on a CPU.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["dither"]
-
 _UINT32 = 0xFFFFFFFF
 _GOLDEN = 0x4F1BBD
 """2**23 over the golden ratio, odd: numbers of 23 bits, as a fraction of fp32 has."""

@@ -18,16 +18,6 @@ import torch
 from ..formats import QuantizedTensor
 from .grouped import ExpertRows
 
-__all__ = [
-    "check_operands",
-    "code_products",
-    "exact_mm",
-    "grouped_mm",
-    "grouped_wgrad",
-    "scale_and_round",
-    "scaled_mm",
-]
-
 _CHUNK = 2**24
 """Elements converted to fp64 at a time: 128 MiB."""
 

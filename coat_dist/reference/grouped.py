@@ -22,21 +22,6 @@ import torch
 from ..formats import FP8Format, QuantizedTensor
 from . import quantize
 
-__all__ = [
-    "BLOCK",
-    "ExpertRows",
-    "expert_rows",
-    "factor_of_rows",
-    "largest_rows",
-    "most_rows",
-    "quantize_columns",
-    "quantize_experts",
-    "scale_of_rows",
-    "scale_rows_backward",
-    "sum_rows",
-    "take_rows",
-]
-
 BLOCK = 32
 """Rows that belong to one expert together. FP8 products want 16; kernels read and write at least
 this many.

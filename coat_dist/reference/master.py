@@ -30,8 +30,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["join", "split"]
-
 _NAN = 0x7FC00000
 
 

@@ -28,17 +28,6 @@ import torch
 
 from ..formats import E4M3, E5M2, FP8Format
 
-__all__ = [
-    "LOG8_SPAN",
-    "LOG8_UNIT",
-    "MOMENT_FORMATS",
-    "TINY",
-    "FP8Moments",
-    "Int8Moments",
-    "Log8Moments",
-    "MomentFormat",
-]
-
 TINY = 2.0**-126
 """Smallest normal fp32: magnitudes below it are stored as zero."""
 LOG8_UNIT = 250.0

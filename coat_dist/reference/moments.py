@@ -92,19 +92,6 @@ import torch
 from ..formats import ALWAYS_EXPANDED, FirstMomentFormat, SecondMomentFormat
 from .moment_formats import MOMENT_FORMATS, TINY, MomentFormat
 
-__all__ = [
-    "FIRST_MOMENT_FORMATS",
-    "K_SLACK",
-    "RATIO_SPAN",
-    "SECOND_MOMENT_FORMATS",
-    "TINY",
-    "Moment",
-    "MomentCodec",
-    "decode",
-    "divisor",
-    "encode",
-]
-
 FIRST_MOMENT_FORMATS = get_args(FirstMomentFormat)
 SECOND_MOMENT_FORMATS = get_args(SecondMomentFormat)
 RATIO_SPAN = 8.0

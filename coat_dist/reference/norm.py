@@ -26,19 +26,6 @@ import torch
 from ..formats import FP8Format, QuantizedTensor
 from .quantize import amax, dequantize, quantize_groups, quantize_rows, quantize_tensor
 
-__all__ = [
-    "NormForward",
-    "NormRows",
-    "NormStats",
-    "norm_apply",
-    "norm_backward",
-    "norm_compress",
-    "norm_compress_rows",
-    "norm_forward",
-    "norm_quantize",
-    "norm_stats",
-]
-
 
 class NormStats(NamedTuple):
     """Row statistics, fp32 ``[..., 1]``: ``rstd = 1 / sqrt(variance + eps)``, and the mean of x.

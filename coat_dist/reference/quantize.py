@@ -25,25 +25,6 @@ import torch
 
 from ..formats import E3M4, INT8, FP8Format, QuantizedTensor
 
-__all__ = [
-    "SMALLEST_SCALE",
-    "amax",
-    "amaxes",
-    "carry_and_power",
-    "code_values",
-    "dequantize",
-    "group_scales",
-    "power_of_two",
-    "quantize_both",
-    "quantize_groups",
-    "quantize_rows",
-    "quantize_tensor",
-    "requantize_rows",
-    "scale_values",
-    "tensor_scale",
-    "transpose",
-]
-
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal fp32: its reciprocal is finite, and hardware that flushes subnormals reads it
 unchanged.

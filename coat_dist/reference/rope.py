@@ -38,15 +38,6 @@ import torch
 from .norm import norm_apply, norm_backward, norm_stats
 from .quantize import amax
 
-__all__ = [
-    "HeadNorms",
-    "Heads",
-    "RopeTable",
-    "rope_table",
-    "split_rope",
-    "split_rope_backward",
-]
-
 
 @dataclass(frozen=True)
 class Heads:

@@ -13,8 +13,6 @@ from ..formats import QuantizedTensor, format_of
 from . import quantize
 from .grouped import ExpertRows, expert_rows, scale_of_rows
 
-__all__ = ["route", "take_codes", "take_codes_transposed"]
-
 
 def route(index: torch.Tensor, experts: int) -> ExpertRows:
     """Choices sorted by expert, in the order of tokens within one, laid out by blocks.

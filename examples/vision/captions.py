@@ -11,8 +11,6 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 from . import shapes
 
-__all__ = ["evaluate", "make_batch", "text_length"]
-
 
 def text_length(features: int, tp: int) -> int:
     """Tokens of a text: <start>, the picture's, the caption's; and a rest, as sequence

@@ -13,8 +13,6 @@ from torch import nn
 
 from megatron_patches import gpt_layer_spec
 
-__all__ = ["VisionLanguageModel", "VisionTower"]
-
 
 class VisionTower(nn.Module):
     """A vision transformer: LayerNorm, GELU and biases, attention in both directions, a class

@@ -13,19 +13,6 @@ from itertools import combinations_with_replacement, product
 
 import torch
 
-__all__ = [
-    "CAPTION",
-    "END",
-    "IMAGE",
-    "PAD",
-    "START",
-    "VOCABULARY",
-    "captions",
-    "draw",
-    "sample",
-    "sentence",
-]
-
 SIZES = {"small": 0.13, "large": 0.22}  # half of a thing's width, in parts of the picture's
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0.2, 1), "yellow": (1, 1, 0)}
 SHAPES = ("circle", "square", "triangle")

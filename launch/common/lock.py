@@ -14,8 +14,6 @@ from pathlib import Path
 
 from coat_dist.checkpoint.write.durable import make_folder
 
-__all__ = ["LOCK", "locked", "locked_folder"]
-
 LOCK = ".lock"
 """Name of the file in a folder of checkpoints or metrics; several programs look for it."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)

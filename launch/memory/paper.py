@@ -30,8 +30,6 @@ from coat_dist.flow.saved import saved_for_backward
 from coat_dist.hf.patch import layer_lists, patch_model
 from coat_dist.reference.grouped import BLOCK, ExpertRows, most_rows
 
-__all__ = ["OnPaper", "Saved"]
-
 _ATTENTION = "coat_on_paper"
 _RECOMPUTED = {"boundaries": "bf16", "boundaries_device": "layer", "recompute": None}
 """Values with which no layer recomputes: what recomputed layers keep is counted elsewhere."""

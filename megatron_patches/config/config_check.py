@@ -11,8 +11,6 @@ from megatron.core.transformer import TransformerConfig
 
 from .fields import ACCEPTED, KNOWN
 
-__all__ = ["check_field", "why_bf16_config", "why_not_built"]
-
 
 def why_not_built(config: TransformerConfig) -> str | None:
     """The first field of ``config`` that a model from ``gpt_layer_spec`` would ignore or get

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ACCEPTED", "KNOWN", "WITHOUT_MEANING"]
-
 
 def _each(names: str, accepted: Any) -> dict[str, tuple[Any, ...]]:
     return dict.fromkeys(names.split(), (accepted,))

@@ -20,8 +20,6 @@ from coat_dist.reference.activation import ACTIVATIONS, Activation
 
 from ..compat import other_quick_gelus
 
-__all__ = ["FUNCTIONS", "activation_name", "megatron_activation"]
-
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
     "silu": (F.silu,),
     "gelu": (F.gelu,),

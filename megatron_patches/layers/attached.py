@@ -20,8 +20,6 @@ from coat_dist.config import ActivationConfig
 
 from .norm import Folded
 
-__all__ = ["Patch", "check_uncalled", "eager_under_zero3", "wait_for_fc1"]
-
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 

@@ -24,13 +24,6 @@ from .norm import AllHeadsNorm
 from .packed import Packed, packed
 from .residual import Residual
 
-__all__ = [
-    "AttentionKind",
-    "CompactSelfAttention",
-    "PatchedSelfAttention",
-    "needs_own_forward",
-]
-
 
 class Compact:
     """What :class:`CompactSelfAttention` and patched self-attentions add to Megatron's: a copy of

@@ -20,8 +20,6 @@ from coat_dist.formats import QuantizedTensor
 from ..config.config_check import check_field
 from .packed import Packed, packed
 
-__all__ = ["SDPA"]
-
 
 class SDPA(MegatronModule):
     """Core attention by ``torch.nn.functional.scaled_dot_product_attention``: causal, with grouped

@@ -22,8 +22,6 @@ from coat_dist.patching.reasons import CALL
 
 from .attached import Patch
 
-__all__ = ["Graphed", "why_no_graphs"]
-
 _ARGUMENTS = ("hidden_states", "attention_mask", "context", "context_mask", "rotary_pos_emb")
 """Of a layer's forward, the first by position."""
 _REQUIRED_VALUES = {

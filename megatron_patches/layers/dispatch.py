@@ -24,8 +24,6 @@ from coat_dist.patching.classes import Patched
 
 from .attached import Patch
 
-__all__ = ["FP8AlltoAllDispatcher", "LocalDispatcher", "may_send_fp8", "may_stay_local"]
-
 
 class FP8AlltoAllDispatcher(Patched):
     """Sends tokens to experts as codes and row scales; probabilities, and what experts send

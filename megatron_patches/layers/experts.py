@@ -14,8 +14,6 @@ from coat_dist.patching.classes import Patched
 from .attached import Patch, eager_under_zero3, wait_for_fc1
 from .mlp import NormMLP, checked_activation
 
-__all__ = ["ExpertMLP", "SharedExperts"]
-
 
 class ExpertMLP(Patched):
     """One expert: fc1, the activation and fc2 in FP8. The norm comes before the router and stays as

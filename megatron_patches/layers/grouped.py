@@ -20,13 +20,6 @@ from .activations import activation_name
 from .attached import Patch, eager_under_zero3
 from .mlp import checked_activation
 
-__all__ = [
-    "FP8GroupedMLP",
-    "GroupedExperts",
-    "grouped_activation",
-    "grouped_matmul",
-]
-
 
 def grouped_matmul(
     x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor

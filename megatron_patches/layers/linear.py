@@ -13,12 +13,6 @@ from .attached import Patch, check_uncalled, eager_under_zero3
 from .norm import describe
 from .residual import Residual
 
-__all__ = [
-    "FP8RowParallelLinear",
-    "InvariantColumnParallelLinear",
-    "NormColumnParallelLinear",
-]
-
 
 class NormColumnParallelLinear(Patched):
     """``linear_qkv``: applies the layer's ``input_layernorm``, if any, then the column-parallel

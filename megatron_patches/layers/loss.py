@@ -22,12 +22,6 @@ from coat_dist.patching.classes import Patched
 from .attached import Patch
 from .linear import InvariantColumnParallelLinear
 
-__all__ = [
-    "ChunkedLossGPTModel",
-    "ChunkedLossLinear",
-    "InvariantChunkedLossLinear",
-]
-
 
 class _Given(threading.local):
     to: Any = None

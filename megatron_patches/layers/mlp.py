@@ -16,8 +16,6 @@ from .attached import Patch, check_uncalled, eager_under_zero3, wait_for_fc1
 from .norm import describe
 from .residual import Residual
 
-__all__ = ["Activation", "NormMLP", "checked_activation"]
-
 
 class Activation(NamedTuple):
     """What an MLP or experts compute between their two products."""

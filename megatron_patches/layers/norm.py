@@ -21,15 +21,6 @@ from coat_dist.patching.classes import Patched
 
 from ..groups import tensor_parallel
 
-__all__ = [
-    "FOLDABLE",
-    "AllHeadsNorm",
-    "Exact",
-    "Folded",
-    "Norm",
-    "describe",
-]
-
 _KINDS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
 
 

@@ -17,8 +17,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from coat_dist import flow
 from coat_dist.flow.function import version_of
 
-__all__ = ["Packed", "packed"]
-
 
 class Packed:
     """The documents of one batch and what its layers share. Stands where Megatron has its

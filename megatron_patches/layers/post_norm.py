@@ -14,8 +14,6 @@ from torch import nn
 
 from .norm import Norm
 
-__all__ = ["NormedAdd", "PostNormTransformerLayer", "post_norms"]
-
 _NORMS = {"self_attn_bda": "post_self_attn_layernorm", "mlp_bda": "post_mlp_layernorm"}
 """The norm of what an addition of bias, dropout and residual adds, by the addition's name."""
 

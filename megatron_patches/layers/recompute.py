@@ -9,8 +9,6 @@ from megatron.core import tensor_parallel
 from coat_dist import flow
 from coat_dist.patching.classes import Patched
 
-__all__ = ["RecomputedBlock", "keeps_boundaries"]
-
 
 def keeps_boundaries(config: Any) -> bool:
     """Whether Megatron recomputes from whole inputs of layers. Recomputed from rounded values, some

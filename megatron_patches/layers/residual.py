@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-__all__ = ["AliasedAdd", "Residual"]
-
 _ATTRIBUTE = "coat_residual"
 
 

@@ -39,8 +39,6 @@ from .grouped import GroupedExperts
 from .norm import AllHeadsNorm, Norm
 from .post_norm import PostNormTransformerLayer
 
-__all__ = ["gpt_layer_spec"]
-
 
 def gpt_layer_spec(
     config: TransformerConfig,

@@ -27,8 +27,6 @@ from .pipeline import chunks_of, mark_stage
 from .replicated_grads import install_replicated_grad_hooks
 from .universal import universal_checkpoint_info
 
-__all__ = ["initialize"]
-
 
 def initialize(
     args: Any = None,

@@ -34,8 +34,6 @@ from coat_dist.patching.report import check_settings, is_patched
 from coat_dist.patching.settings import REFUSED, Config, check_honoured, coat_block
 from coat_dist.ranks import gather
 
-__all__ = ["CoatDistributedOptimizer", "get_megatron_optimizer"]
-
 _COMPUTED_OTHERWISE = (
     *(
         "amsgrad",

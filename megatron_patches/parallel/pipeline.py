@@ -27,16 +27,6 @@ from coat_dist.ops.dispatch import use_kernels
 
 from ..patch.blocks import pipelined
 
-__all__ = [
-    "Losses",
-    "chunks_of",
-    "eval_batch",
-    "mark_stage",
-    "run_schedule",
-    "train_batch",
-    "whole_names",
-]
-
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[[torch.Tensor], Any]]]
 
 

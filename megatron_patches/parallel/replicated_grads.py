@@ -26,8 +26,6 @@ from coat_dist.deepspeed.parallel.replicated_grads import SUMMED, is_head_norm, 
 
 from ..layers.norm import Norm
 
-__all__ = ["check_replicas", "install_replicated_grad_hooks"]
-
 
 def install_replicated_grad_hooks(model: nn.Module) -> list[str]:
     """Sum (or average, where Megatron does) gradients of TP-replicated parameters over TP ranks,

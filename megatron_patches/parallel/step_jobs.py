@@ -32,8 +32,6 @@ from coat_dist.config import CoatConfigError
 from ..compat import loss_scalers, reset_counts
 from ..patch.blocks import language_models
 
-__all__ = ["attach_step_jobs", "check_config", "has_step_jobs"]
-
 _REDUCES = "accepted: None under DeepSpeed, which reduces and scales gradients"
 
 

@@ -15,8 +15,6 @@ from torch import nn
 from ..patch.blocks import pipelined
 from .pipeline import prefixes_in_whole, whole_names
 
-__all__ = ["universal_checkpoint_info"]
-
 _VERSION = 0.4
 """Of DeepSpeed's description, as DeepSpeed 0.19 reads it."""
 

@@ -12,8 +12,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import nn
 
-__all__ = ["blocks_of", "configs_of", "has_experts", "language_models", "layers_of", "pipelined"]
-
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and module of every layer of every transformer block. One layer may have several

@@ -21,8 +21,6 @@ from coat_dist.patching.settings import Config, coat_block
 from ..compat import check_version
 from .plan import check_model, make_plan, mark_zeroed
 
-__all__ = ["PatchReport", "patch_model", "patched", "unpatch_model"]
-
 
 def patch_model(
     model: nn.Module | Sequence[nn.Module], config: Config | ActivationConfig

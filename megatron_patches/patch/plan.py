@@ -42,8 +42,6 @@ from .recognize import (
     why_plain_loss,
 )
 
-__all__ = ["check_model", "make_plan", "mark_zeroed"]
-
 
 def check_model(model: nn.Module, settings: ActivationConfig) -> None:
     """Raises ValueError where there is nothing to plan: no transformer layer, patched already,

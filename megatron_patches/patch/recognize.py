@@ -58,15 +58,6 @@ from ..layers.norm import FOLDABLE, AllHeadsNorm, Folded, Norm, describe
 from ..layers.post_norm import PostNormTransformerLayer
 from ..layers.residual import AliasedAdd
 
-__all__ = [
-    "RECOGNIZERS",
-    "refuse_shared",
-    "why_bf16_layer",
-    "why_bf16_output_layer",
-    "why_no_fp8_attention",
-    "why_plain_loss",
-]
-
 
 def _self_attention(entry: Entry) -> bool:
     layer, attention, settings = entry.layer, entry.module, entry.settings

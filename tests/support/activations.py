@@ -9,8 +9,6 @@ import torch.nn.functional as F
 
 from coat_dist.reference.activation import ACTIVATIONS
 
-__all__ = ["TORCH", "joined", "split", "torch_activation"]
-
 TORCH = {
     "silu": F.silu,
     "gelu": F.gelu,

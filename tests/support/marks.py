@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["slow"]
-
 
 def slow(*values: Any) -> Any:
     """A case of a parametrization that ``make test-all`` and ``pytest -m slow`` run."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["equal"]
-
 
 def equal(got: Any, wanted: Any) -> bool:
     """Whether tensors have the same bits, or whatever holds as many of them in the same order or

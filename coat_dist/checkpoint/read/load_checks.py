@@ -23,8 +23,6 @@ from ..write.publish import latest_of
 from ..zero_partitions import forget_second_shard
 from .tags import find_tag
 
-__all__ = ["Request", "check_before_load", "load_whole_checkpoints"]
-
 
 class Request(NamedTuple):
     """What ``engine.load_checkpoint`` was asked for."""

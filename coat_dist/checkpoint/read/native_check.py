@@ -36,8 +36,6 @@ from ..manifest import describe, differences
 from ..universal.zero_files import read
 from .load_checks import Request, check_before_load
 
-__all__ = ["check_native_loads"]
-
 _ACCEPTED = (
     "accepted: what wrote it, or the checkpoint converted by coat_dist.convert_to_universal "
     '(launch/to_universal.py) and "checkpoint": {"load_universal": true}'

@@ -19,8 +19,6 @@ from ..write.publish import (
     replaced_or,
 )
 
-__all__ = ["find_tag", "is_checkpoint"]
-
 _LATEST_UNIVERSAL = "latest_universal"
 
 

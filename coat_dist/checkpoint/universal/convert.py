@@ -29,8 +29,6 @@ from .codes import CODES_FILE, write_codes
 from .zero_checkpoint import ZeroCheckpoint, is_extra_state
 from .zero_files import EXTRA_STATE, KEYS, Shard
 
-__all__ = ["convert_to_universal"]
-
 _SHARDED = (
     "base_optimizer_state",
     "param_slice_mappings",

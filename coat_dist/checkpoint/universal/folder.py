@@ -13,8 +13,6 @@ import torch
 from .codes import CODES_FILE
 from .zero_files import EXTRA_STATE, read
 
-__all__ = ["UniversalFolder"]
-
 
 class UniversalFolder:
     """The folder of a universal checkpoint of :func:`convert_to_universal` or DeepSpeed's

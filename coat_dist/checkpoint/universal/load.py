@@ -30,8 +30,6 @@ from .codes import load_codes, read_codes
 from .folder import UniversalFolder
 from .zero_files import KEYS, read
 
-__all__ = ["enable_universal_load"]
-
 _CHUNK = 1 << 24
 """Elements encoded at once: bounds the fp32 copy on the device to 64 MiB."""
 _LENIENT = "accepted: what this model holds, or load_module_strict=False, which passes over them"

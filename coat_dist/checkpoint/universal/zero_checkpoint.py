@@ -15,8 +15,6 @@ from ..manifest import MANIFEST
 from ..names import divided_experts, in_whole, larger, place_in_pipeline
 from .zero_files import MODEL, MODEL3, OPTIMIZER, Shard, files_by_rank, read
 
-__all__ = ["ZeroCheckpoint", "is_extra_state"]
-
 
 class ZeroCheckpoint:
     """The folder that ``engine.save_checkpoint`` wrote; tensors are memory-mapped, and joined one

@@ -16,18 +16,6 @@ from ...optim.moments import read_moment
 from ...optim.state import CODE_KEYS, MOMENT_OF
 from .codes import groups_within, read
 
-__all__ = [
-    "EXTRA_STATE",
-    "KEYS",
-    "MODEL",
-    "MODEL3",
-    "OPTIMIZER",
-    "Place",
-    "Shard",
-    "files_by_rank",
-    "read",
-]
-
 KEYS = ("fp32", "exp_avg", "exp_avg_sq")
 """Tensors a parameter has in a universal checkpoint."""
 EXTRA_STATE = "extra_state.pt"

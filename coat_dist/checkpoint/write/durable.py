@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_folder", "named", "sync_folder", "sync_tree", "walk", "write_text"]
-
 # Answers of file systems that cannot sync a folder.
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 

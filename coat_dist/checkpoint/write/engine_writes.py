@@ -20,8 +20,6 @@ from typing import Any
 
 from ...optim.state import CODE_KEYS
 
-__all__ = ["Writes", "watch_writes"]
-
 
 @dataclass
 class Writes:

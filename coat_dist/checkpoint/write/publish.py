@@ -19,25 +19,6 @@ from typing import Any
 from ..manifest import MANIFEST, UNFINISHED, CheckpointError, readable
 from .durable import make_folder, named, sync_folder, sync_tree, write_text
 
-__all__ = [
-    "HIDDEN",
-    "LATEST",
-    "begin",
-    "checkpoints",
-    "find",
-    "finish",
-    "finished",
-    "last_saved",
-    "latest_of",
-    "name_of",
-    "own_name",
-    "published",
-    "put_in_place",
-    "replaced_or",
-    "retire",
-    "unfinished",
-]
-
 LATEST = "latest"
 HIDDEN = ".unfinished-"
 """First characters of the names of folders that are being written, replaced or removed."""

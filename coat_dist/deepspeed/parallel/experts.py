@@ -23,8 +23,6 @@ import torch
 
 from ...config import refuse
 
-__all__ = ["announced_experts", "mark_experts", "reduce_experts", "refuse_single_file"]
-
 _MARKER = "coat_experts"
 
 

@@ -20,20 +20,6 @@ from ...config import refuse
 from ...ranks import gather
 from ..step.step import by_what_the_norm_counts
 
-__all__ = [
-    "TIED",
-    "accumulate",
-    "accumulated",
-    "attach_stage",
-    "has_groups_of_norms",
-    "name_tied",
-    "norm_over_stages",
-    "reduce_gradients",
-    "refuse_part",
-    "stages",
-    "step_reduced_gradients",
-]
-
 TIED = "/tied"
 """End of the name of the parameter group of a weight that two stages hold
 (``coat_dist.optim.param_groups``).

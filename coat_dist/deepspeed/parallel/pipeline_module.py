@@ -19,14 +19,6 @@ from ...optim.groups import parameter_of
 from ...ranks import gather
 from .pipeline import TIED, has_groups_of_norms
 
-__all__ = [
-    "call_norms_alike",
-    "check_tied",
-    "groups_differ",
-    "tied_apart",
-    "tied_weights",
-]
-
 
 def tied_weights(model: Any) -> set[int]:
     """Identities of a PipelineModule's trained weights of ``TiedLayerSpec`` that another stage

@@ -14,8 +14,6 @@ import torch
 
 from ...config import refuse
 
-__all__ = ["SUMMED", "check_replicated_grads", "is_head_norm", "partial_over_tp"]
-
 SUMMED = "coat_replicated_grad"
 """The attribute of a parameter whose gradient is summed over TP ranks before DeepSpeed sees it.
 ``megatron_patches.install_replicated_grad_hooks`` sets it; a program that sums gradients itself

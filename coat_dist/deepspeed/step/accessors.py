@@ -44,17 +44,6 @@ from ...optim.state import MOMENT_OF, MOMENTS, WhichMoment, ensure_state
 from .fp8_gather import let_go
 from .master_weights import keeps_remainders
 
-__all__ = [
-    "after_linking",
-    "answer_on_optimizer",
-    "answer_on_parameters",
-    "deals_out",
-    "register",
-    "relink",
-    "safe_get_full_moment",
-    "safe_set_full_moment",
-]
-
 # Not an attribute of parameters, as DeepSpeed would do it: those are copied and pickled along with
 # them.
 _trained_by: WeakIdKeyDictionary = WeakIdKeyDictionary()

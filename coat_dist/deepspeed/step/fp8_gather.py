@@ -32,8 +32,6 @@ from ...flow.parallel.gathered import GatheredWeight, Shard, gather
 from ...flow.parallel.tensor_parallel import Pending
 from ...formats import FORMATS, QuantizedTensor
 
-__all__ = ["fetch_for_readers", "flow_weights", "gather_codes", "let_go"]
-
 
 def fetch_for_readers(module: nn.Module) -> None:
     """Let ZeRO-3 fetch weights for the patched modules that read them without calling the modules

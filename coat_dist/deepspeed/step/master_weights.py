@@ -18,14 +18,6 @@ from ...config import refuse
 from ...optim.state import has_remainder
 from .step import is_verified_build
 
-__all__ = [
-    "check_master_weights",
-    "keeps_remainders",
-    "pairs_of_copies",
-    "restore_from_bit16_weights",
-    "share_memory",
-]
-
 
 def check_master_weights(zero: Any) -> None:
     """Refuse (ValueError) options of a CoatAdamW that do not fit the weights that a ZeRO

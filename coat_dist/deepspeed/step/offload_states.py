@@ -20,8 +20,6 @@ from ...optim import host
 from .master_weights import keeps_remainders, share_memory
 from .step import is_verified_build
 
-__all__ = ["offload_states", "reload_states"]
-
 
 def _shared(zero: Any) -> bool:
     return keeps_remainders(zero) and is_verified_build()

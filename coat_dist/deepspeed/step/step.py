@@ -32,23 +32,6 @@ import torch
 from ...checkpoint.zero_partitions import base_optimizer
 from ...ranks import rank_and_world
 
-__all__ = [
-    "VERIFIED",
-    "build_hash",
-    "by_what_the_norm_counts",
-    "gradient_norm",
-    "is_verified_build",
-    "leave_to_the_norm",
-    "may_leave_out_passes",
-    "norm_known",
-    "overflow_outside_the_norm",
-    "some_are_not_counted",
-    "step_and_restore",
-    "step_with_copy",
-    "unscale_and_clip_in_the_step",
-]
-
-
 logger = logging.getLogger("coat_dist")
 
 _FILES = ("runtime/zero/stage_1_and_2.py", "runtime/zero/stage3.py", "runtime/utils.py")

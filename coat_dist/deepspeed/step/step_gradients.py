@@ -15,15 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "add_without_a_copy",
-    "average_later",
-    "build_zeros",
-    "reduce_in_place",
-    "wait_on_the_gpu",
-]
-
-
 # Reduction.
 
 

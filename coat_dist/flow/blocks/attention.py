@@ -28,8 +28,6 @@ from ..function import Function, check_settings, once_differentiable
 from .documents import Documents, why_no_flash
 from .sdpa_node import DocumentNodes, attend, node_of
 
-__all__ = ["attention", "sdpa"]
-
 
 def sdpa(
     q: torch.Tensor,

@@ -28,8 +28,6 @@ from ...formats import QuantizedTensor
 from ...ops import dequantize, quantize_groups
 from ..core.products import saved_format
 
-__all__ = ["checkpoint_codes"]
-
 
 def checkpoint_codes(
     checkpoint: Callable[..., Any],

@@ -19,8 +19,6 @@ from ...formats import FORMATS, FP8Format, QuantizedTensor
 from ...ops import dequantize, quantize_rows
 from ..function import Function, check_settings
 
-__all__ = ["dispatch_rows"]
-
 
 def dispatch_rows(
     x: torch.Tensor,

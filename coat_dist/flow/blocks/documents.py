@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Documents", "flash_documents", "why_no_flash"]
-
 
 @dataclass(frozen=True, eq=False)
 class Documents:

@@ -72,8 +72,6 @@ from ..core.products import Operand, saved_format
 from ..core.weights import cacheable, from_cache
 from ..function import Function, check_settings, shaped
 
-__all__ = ["grouped_mlp", "routed_mlp"]
-
 
 def grouped_mlp(
     x: torch.Tensor,

@@ -46,8 +46,6 @@ from ..core.weights import Weight, Weights, joined, joined_biases
 from ..function import Function, check_settings, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = ["invariant_linear", "linear", "norm_linear", "norm_qkv"]
-
 
 def linear(
     x: torch.Tensor,

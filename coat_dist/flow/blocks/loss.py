@@ -36,8 +36,6 @@ from ..core.products import check_input
 from ..function import Function, outside_of_graphs, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = ["IGNORE_INDEX", "linear_cross_entropy", "vocab_parallel_cross_entropy"]
-
 IGNORE_INDEX = -100
 _BLOCK = 2**26
 """Most logits of :func:`linear_cross_entropy` that exist at a time: 128 MiB in BF16. Not tuned."""

@@ -49,8 +49,6 @@ from ..function import Function, check_settings, shaped
 from ..parallel.overlap import rows_of
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = ["mlp", "norm_mlp", "scale_rows"]
-
 
 def norm_mlp(
     x: torch.Tensor,

@@ -15,8 +15,6 @@ import torch
 from ...ops import sum_rows, take_rows
 from ..function import Function
 
-__all__ = ["TokenOrder", "permute", "token_order", "unpermute"]
-
 
 class TokenOrder(NamedTuple):
     """Where tokens go; int32 but for ``chosen``."""

@@ -19,8 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .documents import Documents, flash_documents, why_no_flash
 
-__all__ = ["DocumentNodes", "attend", "node_of"]
-
 
 def attend(
     values: Sequence[torch.Tensor], documents: Documents | None, options: dict[str, Any]

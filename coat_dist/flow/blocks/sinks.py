@@ -15,8 +15,6 @@ import torch.nn.functional as F
 
 from ..function import Function
 
-__all__ = ["sink_attention"]
-
 aten = torch.ops.aten
 
 

@@ -16,8 +16,6 @@ from ..core.norm import Norm, norm
 from ..function import Function, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = ["split_norm"]
-
 
 def split_norm(
     x: torch.Tensor, norm_: Norm, tp: TensorParallel, exact: bool = False

@@ -21,8 +21,6 @@ import torch
 
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = ["ADAPTER", "Adapter", "Adapters", "Factors", "LowRank", "joined_adapters"]
-
 ADAPTER = "a", "b", "dropout", "xa"
 """Names that a function saves for an adapter; behind a prefix where there are several."""
 

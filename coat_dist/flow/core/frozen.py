@@ -30,8 +30,6 @@ from ...config import CoatConfigError
 from ...formats import FORMATS, QuantizedTensor
 from ...ops import dequantize, quantize_rows
 
-__all__ = ["FrozenWeight", "codes_of", "digest_of", "replace"]
-
 aten = torch.ops.aten
 _MOVES = (
     aten._pin_memory.default,

@@ -21,8 +21,6 @@ from .inputs import SAVED, NormedInput, PlainInput
 from .products import gemm, summed_gemm
 from .weights import Weight
 
-__all__ = ["SAVED_OF_PRODUCT", "InputProduct", "input_product"]
-
 SAVED_OF_PRODUCT = *SAVED, "w_scale", *ADAPTER
 
 

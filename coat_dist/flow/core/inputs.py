@@ -61,16 +61,6 @@ from .products import (
 )
 from .weights import weight_changes
 
-__all__ = [
-    "SAVED",
-    "NormedInput",
-    "PlainInput",
-    "Readers",
-    "check_normed",
-    "residual_alias",
-    "row_codes",
-]
-
 SAVED = "x_codes", "x_scales", "rstd", "y_scale", "norm_weight", "norm_bias"
 """The first names that a function saves whose input this is (:class:`~..function.Function`)."""
 

@@ -12,8 +12,6 @@ from ...config import ActivationConfig
 from ...formats import QuantizedTensor
 from .products import gemm
 
-__all__ = ["Product", "into_main_grad", "row_blocks"]
-
 Product = Callable[[torch.Tensor | None], torch.Tensor]
 """Computes a block of a gradient, in the tensor that it is given."""
 _CHUNK = 2**24

@@ -14,8 +14,6 @@ from ...ops import NormStats, norm_backward, norm_forward
 from ..function import Function, shaped
 from ..parallel.tensor_parallel import TensorParallel
 
-__all__ = ["Norm", "ParameterGrads", "finish_grads", "norm", "parameters_of"]
-
 
 @dataclass(frozen=True)
 class Norm:

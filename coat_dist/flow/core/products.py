@@ -50,23 +50,6 @@ from ...ops import (
 from ..parallel.overlap import Rows, scattered_product
 from ..parallel.tensor_parallel import Pending, TensorParallel
 
-__all__ = [
-    "Operand",
-    "check_input",
-    "gather_operand",
-    "gemm",
-    "gradient_amax",
-    "quantize_gradient",
-    "quantize_input",
-    "reserve_rows",
-    "row_operand",
-    "saved_format",
-    "share_rows",
-    "shared_scale",
-    "summed_gemm",
-    "whole",
-]
-
 
 class Operand(NamedTuple):
     """An operand of a forward product."""

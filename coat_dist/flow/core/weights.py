@@ -43,19 +43,6 @@ from .frozen import FrozenWeight, codes_of
 from .main_grad import into_main_grad, row_blocks
 from .products import Operand, check_input, gemm, quantize_input, row_operand, shared_scale
 
-__all__ = [
-    "Weight",
-    "Weights",
-    "cacheable",
-    "from_cache",
-    "invalidate_after",
-    "invalidate_weights",
-    "joined",
-    "joined_biases",
-    "stacked",
-    "weight_changes",
-]
-
 Weights = torch.Tensor | Sequence[torch.Tensor]
 """A weight, or several of one product; a bias, or one for each of these."""
 

@@ -31,8 +31,6 @@ from torch.autograd.graph import get_gradient_edge
 from ..function import once_differentiable, shaped
 from .graph_pool import Pass, Pool, pool_of, run_without_graphs, without_filling, without_owner
 
-__all__ = ["GraphedFunction"]
-
 Function = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 """``(x, parameters) -> y``; what it reads besides these has to stay where it is."""
 

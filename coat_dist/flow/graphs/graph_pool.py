@@ -19,17 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Pass",
-    "Pool",
-    "Waiting",
-    "pool_bytes",
-    "pool_of",
-    "run_without_graphs",
-    "without_filling",
-    "without_owner",
-]
-
 _LONG = 1000
 """Calls of functions."""
 

@@ -25,8 +25,6 @@ from ...formats import FP8Format, QuantizedTensor
 from ...ops import amax, quantize_rows, quantize_tensor, tensor_scale
 from .tensor_parallel import Pending, all_gather
 
-__all__ = ["GatheredWeight", "Shard", "gather"]
-
 
 class Shard(NamedTuple):
     """One rank's stretch of a weight, and the layout in which the weight is to be gathered."""

@@ -17,8 +17,6 @@ from ..function import outside_of_graphs
 from .peer_memory import PeerMemory
 from .tensor_parallel import Pending
 
-__all__ = ["Product", "Rows", "scattered_product"]
-
 Product = Callable[[QuantizedTensor, torch.Tensor], Any]
 """Writes the product with one set of rows into a tensor ``[rows, n]``."""
 

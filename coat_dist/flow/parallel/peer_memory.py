@@ -63,8 +63,6 @@ from ...config import CoatConfigError
 from ...ranks import gather
 from ..function import outside_of_graphs
 
-__all__ = ["Fetched", "PeerMemory", "check_switch", "peer_memory"]
-
 FEWEST = 3 * 2**23
 """Elements of what one rank sends from which this is worth it. The host has more to do here than
 for a collective, and does not keep up with short products: on H200s 2**24 elements were slower,

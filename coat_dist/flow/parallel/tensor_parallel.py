@@ -18,8 +18,6 @@ import torch.distributed as dist
 from ...formats import QuantizedTensor
 from .peer_memory import PeerMemory, peer_memory
 
-__all__ = ["Pending", "TensorParallel", "all_gather"]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

@@ -12,11 +12,6 @@ from megatron_patches import patch_model
 from tests.megatron_patches.tiny import tiny_batch, tiny_gpt, tiny_loss
 from tests.support import equal
 
-__all__ = [
-    *("GRAPHS", "batch", "captured", "gradients", "heals", "hidden"),
-    *("loss_of", "pair", "same", "through", "train"),
-]
-
 GRAPHS = ActivationConfig(cuda_graphs=True)
 
 
