@@ -11,7 +11,7 @@ from .blocks.boundary import checkpoint_codes
 from .blocks.dispatch import dispatch_rows
 from .blocks.documents import Documents
 from .blocks.grouped import grouped_mlp, routed_mlp
-from .blocks.linear import invariant_linear, linear, norm_linear, norm_qkv
+from .blocks.linear import heads_again, invariant_linear, linear, norm_linear, norm_qkv
 from .blocks.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .blocks.mlp import mlp, norm_mlp, scale_rows
 from .blocks.permute import TokenOrder, permute, token_order, unpermute
@@ -35,6 +35,7 @@ __all__ = [
     "checkpoint_codes",
     "dispatch_rows",
     "grouped_mlp",
+    "heads_again",
     "invalidate_weights",
     "invariant_linear",
     "linear",

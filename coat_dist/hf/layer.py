@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -227,19 +228,23 @@ class FusedAttention(Fused):
             norms = [norm_of(getattr(self, name)) for name in form.norms]
             gains: list[Any] = [norm.weight for norm in norms]
             head_norms = flow.HeadNorms(torch.stack(gains), tuple(norm.eps for norm in norms))
+        table = None if kind.rotation is None else _table(cos, sin, rotation=kind.rotation)
         q, k, v, *alias = flow.norm_qkv(
             x,
             None if coat_norm is None else norm_of(coat_norm),
             [m.weight for m in linears],
             biases,
             kind.heads,
-            None if kind.rotation is None else _table(cos, sin, rotation=kind.rotation),
+            table,
             ONE,
             settings,
             residual=coat_norm is not None,
             head_norms=head_norms,
             adapters=adapters,
         )
+        kept: Any = nullcontext()
+        if head_norms is not None and table is not None and q.requires_grad:
+            kept = flow.heads_again(q, k, v, kind.heads, table, head_norms)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if kind.rotation is None:
             q, k = kind.rotate(q, k, cos, sin)
@@ -267,9 +272,10 @@ class FusedAttention(Fused):
             out, o8 = flow.attention(q, k, v, settings, scale=self.scaling, documents=documents[0])
         else:
             dropout = self.attention_dropout if self.training else 0.0
-            out, weights = attend(
-                self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs
-            )
+            with kept:
+                out, weights = attend(
+                    self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs
+                )
             out = out.reshape(*x.shape[:-1], -1)
         y = flow.linear(out, last.weight, ONE, settings, o8, last_adapters)
         return bias_of(y if o8 is None else y.transpose(0, 1), last), weights, *alias

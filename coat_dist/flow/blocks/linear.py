@@ -14,9 +14,12 @@ gradient, it is x itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ...config import ActivationConfig
 from ...formats import FORMATS, QuantizedTensor
@@ -45,6 +48,8 @@ from ..core.products import (
 from ..core.weights import Weight, Weights, joined, joined_biases
 from ..function import Function, check_settings, shaped
 from ..parallel.tensor_parallel import TensorParallel
+
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 def linear(
@@ -321,6 +326,65 @@ class _NormLinear(Function):
         del dout, douts
         dinput, dparameters = product.gradients(gradient, y8_t, residual, sums)
         return None, dgains, *dinput, *dparameters
+
+
+@contextmanager
+def heads_again(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: Heads,
+    table: RopeTable | None,
+    head_norms: HeadNorms,
+) -> Iterator[None]:
+    """While this is open, autograd keeps neither q nor k that :func:`norm_qkv` returned with these
+    arguments. Backward makes them again, to the bit, from the projection's output, which is saved
+    anyway.
+
+    What was changed in place is kept, as is all else. Hooks that were there before have their say:
+    checkpoints are made of them.
+    """
+    mixed = v.detach().as_strided((*v.shape[:2], heads.width), (v.stride(0), v.stride(1), 1), 0)
+    assert mixed.nbytes == v.untyped_storage().nbytes()
+    norms = HeadNorms(head_norms.weights.detach(), head_norms.eps)
+    again = _HeadsAgain((q, k), mixed, lambda given: split_rope(given, heads, table, norms))
+    with saved_tensors_hooks(again.pack, again.unpack):
+        yield
+
+
+class _HeadsAgain:
+    def __init__(
+        self,
+        known: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        make: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+    ) -> None:
+        self._known = [(t.untyped_storage()._cdata, t._version) for t in known]
+        self._make = make
+        self._wanted: set[int] = set()
+        self._made: dict[int, torch.Tensor] = {}
+        # Autograd asks the innermost hooks alone. An output that is kept as it is would keep its
+        # node, which keeps it.
+        outer: Any = _top_hooks(True) or (torch.Tensor.detach, torch.Tensor.detach)
+        self._pack, self._unpack = outer
+        self._source = self._pack(source)
+
+    def pack(self, t: torch.Tensor) -> tuple[int | None, Any]:
+        key = t.untyped_storage()._cdata, t._version
+        if key not in self._known:
+            return None, self._pack(t)
+        place = self._known.index(key)
+        self._wanted.add(place)
+        return place, (t.shape, t.stride(), t.storage_offset())
+
+    def unpack(self, kept: tuple[int | None, Any]) -> torch.Tensor:
+        place, rest = kept
+        if place is None:
+            return self._unpack(rest)
+        if place not in self._made:
+            made = self._make(self._unpack(self._source))
+            self._made = {i: made[i] for i in self._wanted}
+        return self._made.pop(place).as_strided(*rest)
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, tp: TensorParallel) -> torch.Tensor:

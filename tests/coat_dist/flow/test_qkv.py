@@ -2,10 +2,14 @@
 kept.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
-from coat_dist.flow import HeadNorms, Heads, norm_linear, norm_qkv, rope_table
+from coat_dist.flow import HeadNorms, Heads, heads_again, norm_linear, norm_qkv, rope_table
 from coat_dist.flow.function import once_per_tensor
 from coat_dist.reference.rope import split_rope, split_rope_backward
 from tests.support import equal
@@ -51,19 +55,35 @@ def test_norm_qkv_has_the_bits_of_its_parts(config, angles, dtype, normed):
             norm_qkv(x, layer.norm, layer.weight, layer.bias, *rest[:-1], wrong)
 
 
-def test_what_norm_qkv_saves_with_norms_of_heads():
-    """The shared table and the projection's output, in which values are, besides."""
-    layer, angles, config = (
-        Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16),
-        table(),
-        settings(),
-    )
+@pytest.mark.parametrize("how", ["", "changed in place", "checkpoint"])
+def test_queries_and_keys_with_norms_are_made_again_in_backward(how):
+    """To the bit, instead of being kept: that is x8, the shared table, the projection's output, in
+    which values are, and what attention keeps besides.
+    """
+    config = settings()
+    layer, angles = Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16), table()
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
-    norms = HeadNorms(torch.ones(2, 16), (EPS, EPS))
+    norms = HeadNorms(torch.randn(2, 16, requires_grad=True), (EPS, EPS))
     known = [*layer.parameters().values(), angles.cos, angles.sin, norms.weights]
-    given = layer.norm, layer.weight, None, HEADS, angles, ONE, config, False, norms
-    kept = saved(lambda: norm_qkv(x, *given)[0], *known)
-    assert sum(kept.values()) == S * B * (normed_bytes(H, config) + 2 * HEADS.width) + 8
+
+    def attend(x, again):
+        outs = norm_qkv(x, layer.norm, layer.weight, None, HEADS, angles, ONE, config, False, norms)
+        with heads_again(*outs, HEADS, angles, norms) if again else nullcontext():
+            if how == "changed in place":
+                outs[0].mul_(2)
+            heads = (t.permute(1, 2, 0, 3) for t in outs)
+            return F.scaled_dot_product_attention(*heads, enable_gqa=True)
+
+    outs = [attend(x, False), attend(x, True)]
+    if how == "checkpoint":
+        outs[1] = checkpoint(attend, x, True, use_reentrant=False)
+    dout = torch.randn_like(outs[0])
+    inputs = [x, *layer.parameters().values(), norms.weights]
+    wanted, got = (torch.autograd.grad(o, inputs, dout, allow_unused=True) for o in outs)
+    assert equal(outs[1], outs[0]) and equal(got, wanted)
+    kept, less = (sum(saved(lambda a=a: attend(x, a), *known).values()) for a in (False, True))
+    assert kept - less == 2 * 16 * S * B * (2 if how == "changed in place" else 6)
+    assert less >= S * B * (normed_bytes(H, config) + 2 * HEADS.width) + 8
 
 
 def test_norm_qkv_with_unused_outputs():

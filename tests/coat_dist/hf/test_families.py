@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from coat_dist.config import ActivationConfig, CoatConfigError
 from coat_dist.flow.core import inputs
+from coat_dist.flow.saved import saved_for_backward
 from coat_dist.hf import is_transformers_model, patch_model, unpatch_model
 from coat_dist.hf.sinks import has_sinks
 from coat_dist.patching.report import is_patched
@@ -91,6 +92,17 @@ def test_forward_with_hidden_states_padding_and_autocast(name):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     unpatch_model(model)
     assert equal(step(model), (before, grads))
+
+
+def test_norms_of_queries_and_keys_keep_the_projections_output_instead_of_queries():
+    """A CPU's attention copies keys; two layers with 128 outputs, 64 of them queries."""
+    kept = []
+    for name in ("llama", "qwen3"):
+        patch_model(model := tiny(name, torch.bfloat16, attn_implementation="sdpa"), DEFAULT)
+        with saved_for_backward(model) as found:
+            model.base_model(tokens(rows=1))
+        kept.append(sum(found.values()))
+    assert kept[1] - kept[0] <= 2 * (24 * 2 * (128 - 64) + 64)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
