@@ -1,7 +1,7 @@
 """Gaps of `benchmarks/convergence/pairs.py`: means over pairs of equal seeds, with their errors.
 
     python -m benchmarks.convergence.pairs_report [--results JSON ...] \\
-        [--plot docs/figures/convergence-pairs.png]
+        [--plot docs/figures/convergence-pairs.png] [--base VARIANT]
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ LOSSES = {"gap": "held_out_loss", "gap_in_bf16": "held_out_loss_bf16"}
 """Gaps of a variant: by its own forward, and of its weights in BF16 layers."""
 
 
-def gaps(runs: Sequence[dict[str, Any]], variant: str, key: str) -> list[float]:
-    """A loss of a variant relative to BF16's of the same seed, in percent, for each pair."""
-    base = {run["seed"]: run["held_out_loss"] for run in runs if run["variant"] == BF16}
-    its = {run["seed"]: run[key] for run in runs if run["variant"] == variant}
-    return [100 * (its[seed] / base[seed] - 1) for seed in sorted(base.keys() & its.keys())]
+def gaps(runs: Sequence[dict[str, Any]], variant: str, key: str, base: str = BF16) -> list[float]:
+    """A loss of a variant relative to that of the variant ``base`` with the same seed, in percent,
+    for each pair.
+    """
+    its, theirs = (
+        {run["seed"]: run[key] for run in runs if run["variant"] == name}
+        for name in (variant, base)
+    )
+    return [100 * (its[seed] / theirs[seed] - 1) for seed in sorted(theirs.keys() & its.keys())]
 
 
-def report(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def report(runs: Sequence[dict[str, Any]], base: str = BF16) -> list[dict[str, Any]]:
     """For each variant the number of pairs, and in percent the mean gap, its standard error
     (``se``) and the standard deviation of a pair (``sd``).
     """
     rows = []
     for variant in dict.fromkeys(run["variant"] for run in runs):
-        if variant == BF16:
+        if variant == base:
             continue
         row: dict[str, Any] = {"variant": variant}
         for name, key in LOSSES.items():
-            found = gaps(runs, variant, key)
+            found = gaps(runs, variant, key, base)
             row["pairs"] = len(found)
             if found:
                 row[name] = fmean(found)
@@ -49,9 +53,9 @@ def report(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def show_rows(rows: Sequence[dict[str, Any]]) -> None:
+def show_rows(rows: Sequence[dict[str, Any]], base: str = BF16) -> None:
     """Print the table of :func:`report`."""
-    print("held-out loss to BF16's of the same seed, in percent")
+    print(f"held-out loss to that of {base!r} with the same seed, in percent")
     for row in rows:
         show(
             row["variant"],
@@ -65,7 +69,7 @@ def show_rows(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot(rows: Sequence[dict[str, Any]], path: Path, base: str = BF16) -> None:
     """Gaps with their standard errors, a line for each variant that has several pairs."""
     import matplotlib
 
@@ -88,7 +92,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axis.axvline(0, color="0.6", linewidth=0.8)
     axis.set_yticks(range(len(drawn)), [f"{row['variant']} ({row['pairs']})" for row in drawn])
     axis.invert_yaxis()
-    axis.set_xlabel("held-out loss to BF16 of the same seed, %, with standard error")
+    axis.set_xlabel(f"held-out loss to {base} of the same seed, %, with standard error")
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=8)
     write_figure(path, figure, dpi=120)
@@ -98,7 +102,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program."""
-    parser = argument_parser(__doc__, plot=None)
+    parser = argument_parser(__doc__, plot=None, base=BF16)
     parser.add_argument(
         "--results", nargs="+", type=Path, metavar="JSON", help="default: pairs.json"
     )
@@ -112,10 +116,10 @@ def main() -> None:
         results = [read_json(path, "settings", "runs") for path in paths]
     for path, result in zip(paths, results, strict=True):
         print(f"== {path.stem}")
-        rows = report(result["runs"])
-        show_rows(rows)
+        rows = report(result["runs"], a.base)
+        show_rows(rows, a.base)
         if a.plot is not None:
-            plot(rows, Path(a.plot))
+            plot(rows, Path(a.plot), a.base)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ VARIANTS = {
     "coat from 5%": Variant({}, {}, start=0.05),
     "coat from 10%": Variant({}, {}, start=0.1),
     "coat bf16 edges": Variant({"bf16_layers": [0, -1]}, {}),
+    "coat bf16 first": Variant({"bf16_layers": [0]}, {}),
+    "coat bf16 last": Variant({"bf16_layers": [-1]}, {}),
     "coat boundaries": Variant({"boundaries": "fp8", "recompute": 999}, {}),
     "torchao float8 rowwise": Variant(peer="torchao", recipe="rowwise"),
     "torchao 8-bit AdamW": Variant(peer="torchao"),
