@@ -1,6 +1,7 @@
 """Pairs of training runs with equal seeds: how far a variant's held-out loss is from BF16's.
 
     python -m benchmarks.convergence.pairs --budget 540 --pairs 16 --variants bf16 coat
+    python -m benchmarks.convergence.pairs --budget 540 --variants bf16:16 "te current:8" --peers DIR
     python -m benchmarks.convergence.pairs --budget 540 --pairs 8 --variants all --peers DIR
     python -m benchmarks.convergence.pairs_report --plot docs/figures/convergence-pairs.png
 
@@ -103,9 +104,9 @@ class Study:
         # Seed by seed, so that there are pairs early.
         self.waiting = [
             shared | {"variant": variant, "seed": seed, "graph": True}
-            for seed in range(a.pairs)
-            for variant in a.variants
-            if (variant, seed) not in there
+            for seed in range(max(a.variants.values(), default=0))
+            for variant, pairs in a.variants.items()
+            if seed < pairs and (variant, seed) not in there
         ]
         self.seconds: dict[str, float] = {}
         """Of the last run of this call, by variant: the first ones also compile kernels."""
@@ -218,10 +219,10 @@ def earlier(a: argparse.Namespace, wanted: dict[str, Any]) -> list[dict[str, Any
     return list(found.values())
 
 
-def available(variants: Sequence[str], peers: str | None) -> list[str]:
-    """The variants that can run here; prints why another one is left out."""
-    found = []
-    for name in variants:
+def available(variants: dict[str, int], peers: str | None) -> dict[str, int]:
+    """The variants that can run here, with their pairs; prints why another one is left out."""
+    found = {}
+    for name, pairs in variants.items():
         peer, why = VARIANTS[name].peer, None
         if peer == "transformer_engine":
             if peers is None or not torch.cuda.is_available():
@@ -229,7 +230,7 @@ def available(variants: Sequence[str], peers: str | None) -> list[str]:
         elif peer and importlib.util.find_spec(peer) is None:
             why = f"no package {peer}"
         if why is None:
-            found.append(name)
+            found[name] = pairs
         else:
             print(f"{name}: left out: {why}")
     return found
@@ -256,7 +257,13 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="windows of a backward (default: --batch)")
     parser.add_argument("--steps", type=int, help="instead of --tokens-per-parameter")
     parser.add_argument("--preset", choices=list(PRESETS), default="small")
-    parser.add_argument("--variants", nargs="+", choices=["all", *VARIANTS], default=[BF16, "coat"])
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=[BF16, "coat"],
+        metavar="NAME[:PAIRS]",
+        help="how many pairs, where not --pairs; all of them: all",
+    )
     parser.add_argument(
         "--budget", type=positive_float, metavar="SECONDS", help="of a call, preparation included"
     )
@@ -268,6 +275,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     a = parser.parse_args(given)
     if "all" in a.variants:
         a.variants = [name for name in VARIANTS if name not in SLOW]
+    given = [name.partition(":") for name in a.variants]
+    a.variants = {name: int(count) if count.isdecimal() else a.pairs for name, _, count in given}
+    if unknown := [name for name in a.variants if name not in VARIANTS]:
+        parser.error(f"--variants: got {unknown[0]!r}, accepted: {', '.join(VARIANTS)}")
     if a.batch % (a.micro_batch or a.batch):
         parser.error(f"--micro-batch: got {a.micro_batch}, accepted: a divisor of {a.batch}")
     return a
