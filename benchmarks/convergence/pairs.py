@@ -1,7 +1,7 @@
 """Pairs of training runs with equal seeds: how far a variant's held-out loss is from BF16's.
 
     python -m benchmarks.convergence.pairs --budget 540 --pairs 16 --variants bf16 coat
-    python -m benchmarks.convergence.pairs --budget 540 --variants bf16:16 "te current:8" --peers DIR
+    python -m benchmarks.convergence.pairs --budget 540 --variants bf16:16 "coat e5m2:8"
     python -m benchmarks.convergence.pairs --budget 540 --pairs 8 --variants all --peers DIR
     python -m benchmarks.convergence.pairs_report --plot docs/figures/convergence-pairs.png
 
@@ -236,7 +236,7 @@ def available(variants: dict[str, int], peers: str | None) -> dict[str, int]:
     return found
 
 
-def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program. A preset changes the defaults."""
     parser = argument_parser(
         __doc__,
@@ -270,13 +270,16 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/pairs"), help="where text and saved runs are"
     )
-    first, _ = parser.parse_known_args(given)
+    first, _ = parser.parse_known_args(line)
     parser.set_defaults(**PRESETS[first.preset])
-    a = parser.parse_args(given)
+    a = parser.parse_args(line)
     if "all" in a.variants:
         a.variants = [name for name in VARIANTS if name not in SLOW]
-    given = [name.partition(":") for name in a.variants]
-    a.variants = {name: int(count) if count.isdecimal() else a.pairs for name, _, count in given}
+    wanted: dict[str, int] = {}
+    for given in a.variants:
+        name, _, count = given.partition(":")
+        wanted[name] = int(count) if count.isdecimal() else a.pairs
+    a.variants = wanted
     if unknown := [name for name in a.variants if name not in VARIANTS]:
         parser.error(f"--variants: got {unknown[0]!r}, accepted: {', '.join(VARIANTS)}")
     if a.batch % (a.micro_batch or a.batch):
