@@ -38,6 +38,7 @@ def saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]:
             found[storage._cdata] = storage.nbytes()
         return t
 
+    pack.counts = True  # type: ignore[attr-defined]
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             yield found

@@ -242,8 +242,20 @@ class FusedAttention(Fused):
             head_norms=head_norms,
             adapters=adapters,
         )
+        attend = _interface(self.config._attn_implementation, kind.eager)
+        # Another library may compute attention under this name: over ranks, as DeepSpeed's
+        # Ulysses, or its own. Kernels of the hub are partial functions.
+        package, _, _ = getattr(attend, "func", attend).__module__.partition(".")
+        known = package in ("transformers", "coat_dist")
         kept: Any = nullcontext()
-        if head_norms is not None and table is not None and q.requires_grad:
+        copies = attend is kind.eager  # keeps no queries and keys, but copies
+        if (
+            head_norms is not None
+            and table is not None
+            and q.requires_grad
+            and known
+            and not copies
+        ):
             kept = flow.heads_again(q, k, v, kind.heads, table, head_norms)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if kind.rotation is None:
@@ -258,14 +270,9 @@ class FusedAttention(Fused):
             kwargs["sliding_window"] = self.sliding_window
         elif form.window == "config":
             kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
-        attend = _interface(self.config._attn_implementation, kind.eager)
         documents = None
-        if settings.attention == "fp8":
-            # Another library may compute attention under this name: over ranks, as DeepSpeed's
-            # Ulysses, or its own. Kernels of the hub are partial functions.
-            package, _, _ = getattr(attend, "func", attend).__module__.partition(".")
-            if package in ("transformers", "coat_dist"):
-                documents = _compressed(self, q, k, mask, kwargs)
+        if settings.attention == "fp8" and known:
+            documents = _compressed(self, q, k, mask, kwargs)
         weights, o8 = None, None
         if documents is not None:
             q, k, v = (t.permute(2, 0, 1, 3) for t in (q, k, v))

@@ -46,10 +46,11 @@ from ..core.products import (
     summed_gemm,
 )
 from ..core.weights import Weight, Weights, joined, joined_biases
-from ..function import Function, check_settings, shaped
+from ..function import Function, check_settings, shaped, version_of
 from ..parallel.tensor_parallel import TensorParallel
 
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_hooks: Any = torch._C._autograd
+_hooks_are_disabled: Any = _hooks._saved_tensors_hooks_get_disabled_error_message
 
 
 def linear(
@@ -339,15 +340,19 @@ def heads_again(
 ) -> Iterator[None]:
     """While this is open, autograd keeps neither q nor k that :func:`norm_qkv` returned with these
     arguments. Backward makes them again, to the bit, from the projection's output, which is saved
-    anyway.
+    anyway. What was changed in place is kept, as is all else.
 
-    What was changed in place is kept, as is all else. Hooks that were there before have their say:
-    checkpoints are made of them.
+    Nothing happens inside of other hooks of saved tensors, but those that count: of checkpoints,
+    and what moves tensors to the host, which expect each tensor once.
     """
+    outer = _hooks._top_saved_tensors_default_hooks(True)
+    if outer is not None and not hasattr(outer[0], "counts") or _hooks_are_disabled():
+        yield
+        return
     mixed = v.detach().as_strided((*v.shape[:2], heads.width), (v.stride(0), v.stride(1), 1), 0)
     assert mixed.nbytes == v.untyped_storage().nbytes()
     norms = HeadNorms(head_norms.weights.detach(), head_norms.eps)
-    again = _HeadsAgain((q, k), mixed, lambda given: split_rope(given, heads, table, norms))
+    again = _HeadsAgain((q, k), lambda: split_rope(mixed, heads, table, norms), outer and outer[0])
     with saved_tensors_hooks(again.pack, again.unpack):
         yield
 
@@ -356,23 +361,24 @@ class _HeadsAgain:
     def __init__(
         self,
         known: Sequence[torch.Tensor],
-        source: torch.Tensor,
-        make: Callable[[torch.Tensor], Sequence[torch.Tensor]],
+        make: Callable[[], Sequence[torch.Tensor]],
+        count: Callable[[torch.Tensor], Any] | None,
     ) -> None:
-        self._known = [(t.untyped_storage()._cdata, t._version) for t in known]
-        self._make = make
+        self._known = [self._key(t) for t in known]
+        self._make, self._count = make, count
         self._wanted: set[int] = set()
         self._made: dict[int, torch.Tensor] = {}
-        # Autograd asks the innermost hooks alone. An output that is kept as it is would keep its
-        # node, which keeps it.
-        outer: Any = _top_hooks(True) or (torch.Tensor.detach, torch.Tensor.detach)
-        self._pack, self._unpack = outer
-        self._source = self._pack(source)
+
+    def _key(self, t: torch.Tensor) -> tuple[Any, ...]:
+        return t.untyped_storage()._cdata, t.dtype, version_of(t)
 
     def pack(self, t: torch.Tensor) -> tuple[int | None, Any]:
-        key = t.untyped_storage()._cdata, t._version
+        key = self._key(t)
         if key not in self._known:
-            return None, self._pack(t)
+            if self._count is not None:
+                self._count(t)
+            # Not t itself: an output would keep its node, which keeps it.
+            return None, (t.detach(), version_of(t))
         place = self._known.index(key)
         self._wanted.add(place)
         return place, (t.shape, t.stride(), t.storage_offset())
@@ -380,9 +386,15 @@ class _HeadsAgain:
     def unpack(self, kept: tuple[int | None, Any]) -> torch.Tensor:
         place, rest = kept
         if place is None:
-            return self._unpack(rest)
+            t, version = rest
+            if version_of(t) != version:  # autograd does not look where there are hooks
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: {list(t.shape)}, saved by attention"
+                )
+            return t
         if place not in self._made:
-            made = self._make(self._unpack(self._source))
+            made = self._make()
             self._made = {i: made[i] for i in self._wanted}
         return self._made.pop(place).as_strided(*rest)
 

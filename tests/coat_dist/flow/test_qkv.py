@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from coat_dist.flow import HeadNorms, Heads, heads_again, norm_linear, norm_qkv, rope_table
 from coat_dist.flow.function import once_per_tensor
+from coat_dist.flow.saved import saved_for_backward
 from coat_dist.reference.rope import split_rope, split_rope_backward
 from tests.support import equal
 
 from .common import EPS, ONE, Layer, settings
-from .saved_bytes import saved
 
 S, B, H = 12, 3, 64
 HEADS = Heads(groups=2, per_group=2, size=16)
@@ -62,7 +62,6 @@ def test_queries_and_keys_with_norms_are_made_again_in_backward(how):
     layer, angles = Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16), table()
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     norms = HeadNorms(torch.randn(2, 16, requires_grad=True), (EPS, EPS))
-    known = [*layer.parameters().values(), angles.cos, angles.sin, norms.weights]
 
     def attend(x, again):
         outs = norm_qkv(x, layer.norm, layer.weight, None, HEADS, angles, ONE, config, False, norms)
@@ -79,8 +78,14 @@ def test_queries_and_keys_with_norms_are_made_again_in_backward(how):
     inputs = [x, *layer.parameters().values(), norms.weights]
     wanted, got = (torch.autograd.grad(o, inputs, dout, allow_unused=True) for o in outs)
     assert equal(outs[1], outs[0]) and equal(got, wanted)
-    kept, less = (sum(saved(lambda a=a: attend(x, a), *known).values()) for a in (False, True))
-    assert kept - less == 2 * 16 * S * B * (2 if how == "changed in place" else 6)
+    kept = []
+    for again in (False, True):
+        with saved_for_backward(torch.nn.Module()) as found:
+            attend(x, again)
+        kept.append(sum(found.values()))
+    assert kept[0] - kept[1] == 2 * 16 * S * B * (2 if how == "changed in place" else 6)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        attend(x, True).add_(1).sum().backward()
 
 
 def test_norm_qkv_with_unused_outputs():
