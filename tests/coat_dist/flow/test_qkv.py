@@ -57,9 +57,8 @@ def test_norm_qkv_has_the_bits_of_its_parts(config, angles, dtype, normed):
 
 @pytest.mark.parametrize("how", ["", "changed in place", "checkpoint"])
 def test_queries_and_keys_with_norms_are_made_again_in_backward(how):
-    """To the bit, instead of being kept."""
-    config = settings()
-    layer, angles = Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16), table()
+    config, angles = settings(), table()
+    layer = Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16)
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     norms = HeadNorms(torch.randn(2, 16, requires_grad=True), (EPS, EPS))
 
