@@ -94,7 +94,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, base: str = BF16) -> None:
     axis.invert_yaxis()
     axis.set_xlabel(f"held-out loss to {base} of the same seed, %, with standard error")
     axis.grid(axis="x", alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     print("wrote", path)
