@@ -2,11 +2,11 @@
 to the bit.
 """
 
-import pytest
 import torch
 
 from tests.coat_dist.flow.test_gathered import SHAPES, check_gathered
 from tests.support import run_ranks
+from tests.support.devices import two_gpus
 
 
 def _on_gpus(rank, world):
@@ -16,6 +16,6 @@ def _on_gpus(rank, world):
     check_gathered(rank, world)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_codes_of_shards_are_those_of_the_whole_weight():
     run_ranks(2, _on_gpus, backend="nccl")

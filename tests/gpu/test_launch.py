@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tests.support.devices import CONVERTS_FP8
+from tests.support.devices import CONVERTS_FP8, two_gpus
 
 if not CONVERTS_FP8:
     pytest.skip("needs a GPU that converts FP8", allow_module_level=True)
@@ -170,7 +170,7 @@ def test_replays_of_a_graph_start_from_zero():
         assert torch.equal(rows.top, scale)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 def test_tensors_of_another_device_than_the_current_one():
     for device in ("cuda:1", "cuda:0", "cuda:1"):
         x = torch.randn(1000, device=device)

@@ -7,6 +7,7 @@ import torch
 
 from coat_dist.config import ActivationConfig
 from tests.support import run_ranks
+from tests.support.devices import two_gpus
 
 SHAPE = dict(hidden_size=1024, num_attention_heads=8, ffn_hidden_size=2816, num_query_groups=8)
 SEQ, BATCH, VOCAB = 1024, 2, 2048
@@ -94,7 +95,7 @@ def _two_ranks(rank, world, sp, scales):
     return losses, check_replicas(model)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@two_gpus
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("scales", ["row", "tensor"])
 def test_two_gpus(sp, scales):

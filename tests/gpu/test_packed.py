@@ -15,12 +15,12 @@ from launch.data.packed import pack_lengths
 from megatron_patches import patch_model
 from tests.coat_dist.flow.common import relative_error
 from tests.coat_dist.flow.saved_bytes import saved
+from tests.coat_dist.flow.test_documents import FP8, each_alone, kinds
 from tests.support.devices import CONVERTS_FP8
 
 if not CONVERTS_FP8:
     pytest.skip("needs a GPU that converts FP8", allow_module_level=True)
 
-FP8 = ActivationConfig(attention="fp8")
 CASES = {
     "few": [300, 1, 700, 23],
     "many": [1, 2, 3, 5, 8, 13] * 40,
@@ -43,19 +43,6 @@ def qkv(tokens, heads, groups, d, dtype=torch.bfloat16):
     ]
 
 
-def kinds(which):
-    if which == "bf16":
-        return lambda q, k, v, docs=None, **o: sdpa(q, k, v, documents=docs, **o)
-    return lambda q, k, v, docs=None, **o: attention(q, k, v, FP8, documents=docs, **o)[0]
-
-
-def each_alone(attend, inputs, lengths, **options):
-    ends = [0, *itertools.accumulate(lengths)]
-    return torch.cat(
-        [attend(*(t[a:b] for t in inputs), **options) for a, b in itertools.pairwise(ends) if a < b]
-    )
-
-
 @pytest.mark.parametrize("which", ["bf16", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
@@ -68,7 +55,7 @@ def test_documents_are_as_each_alone(which, shape, case):
     assert why_no_flash(*inputs) is None
     for causal in (True, False):
         out = attend(*inputs, documents(lengths), causal=causal)
-        alone = each_alone(attend, inputs, lengths, causal=causal)
+        alone = each_alone(attend, inputs, documents(lengths), causal=causal)
         dout = torch.randn_like(out)
         grads, wanted = (torch.autograd.grad(o, inputs, dout) for o in (out, alone))
         assert relative_error(out, alone) < (0.006 if which == "bf16" else 0.02)
@@ -101,12 +88,12 @@ def test_a_kernel_that_is_not_there_is_one_sdpa_a_document():
     assert why_no_flash(*inputs) == "float32 tensors"
     for known in (True, False):
         out = sdpa(*inputs, documents=documents(CASES["few"], known))
-        assert torch.equal(out, each_alone(kinds("bf16"), inputs, CASES["few"]))
+        assert torch.equal(out, each_alone(kinds("bf16"), inputs, documents(CASES["few"])))
     with sdpa_kernel(SDPBackend.MATH):
         low = [t.bfloat16() for t in inputs]
         assert why_no_flash(*low) == "flash attention is switched off"
         out = sdpa(*low, documents=documents(CASES["few"]))
-    assert relative_error(out, each_alone(kinds("bf16"), low, CASES["few"])) < 0.02
+    assert relative_error(out, each_alone(kinds("bf16"), low, documents(CASES["few"]))) < 0.02
 
 
 @pytest.mark.parametrize("which", ["bf16", "fp8"])

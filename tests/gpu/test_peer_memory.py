@@ -18,8 +18,9 @@ from coat_dist.flow.parallel.peer_memory import FEWEST, peer_memory
 from coat_dist.formats import E4M3
 from coat_dist.ops import quantize_rows, scaled_mm
 from tests.support import run_ranks
+from tests.support.devices import two_gpus
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+pytestmark = two_gpus
 
 M, H, F = 2048, 1024, 2048
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.support import equal, run_ranks
+from tests.support.devices import two_gpus
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+pytestmark = two_gpus
 
 
 def train(rank, world, stage, overlap, contiguous, plain=False, clip=0.5):

@@ -16,6 +16,10 @@ from launch.train import runtime
 from launch.train.metrics import read_metrics
 from tests.support import run_ranks
 
+REQUIRED = ["--deepspeed_config", "zero2", "--model", "tiny", "--data", "d", "--train-steps", "100"]
+"""Options that pretrain.py needs."""
+SEVEN = ["--model", "llama2-7b", "--gpus", "8", "--gpu", "h100"]
+"""Options with which planner.py has an answer."""
 MODEL = {
     "num_layers": 2,
     "hidden_size": 128,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from coat_dist.devices import KERNEL_CAPABILITY
@@ -81,3 +82,6 @@ def _patch_language_once_a_launch() -> None:
         return patch(fn) if any(tl.core.is_builtin(x.load) for x in known_to(fn)) else scope()
 
     interpreter._patch_lang = patch_once
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -16,6 +16,7 @@ from coat_dist.reference.rope import split_rope, split_rope_backward
 from tests.support import equal
 
 from .common import EPS, ONE, Layer, settings
+from .saved_bytes import normed_bytes, saved
 
 S, B, H = 12, 3, 64
 HEADS = Heads(groups=2, per_group=2, size=16)
@@ -61,9 +62,14 @@ def test_queries_and_keys_with_norms_are_made_again_in_backward(how):
     layer = Layer.random(h=H, n=HEADS.width, dtype=torch.bfloat16)
     x = torch.randn(S, B, H, dtype=torch.bfloat16, requires_grad=True)
     norms = HeadNorms(torch.randn(2, 16, requires_grad=True), (EPS, EPS))
+    given = layer.norm, layer.weight, None, HEADS, angles, ONE, config, False, norms
+    known = [*layer.parameters().values(), angles.cos, angles.sin, norms.weights]
+    # The shared table and the projection's output, in which values are, besides.
+    kept = saved(lambda: norm_qkv(x, *given)[0], *known)
+    assert sum(kept.values()) == S * B * (normed_bytes(H, config) + 2 * HEADS.width) + 8
 
     def attend(x, again):
-        outs = norm_qkv(x, layer.norm, layer.weight, None, HEADS, angles, ONE, config, False, norms)
+        outs = norm_qkv(x, *given)
         with heads_again(*outs, HEADS, angles, norms) if again else nullcontext():
             if how == "changed in place":
                 outs[0].mul_(2)

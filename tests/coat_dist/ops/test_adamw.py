@@ -14,8 +14,9 @@ from coat_dist.reference.adamw import (
 from coat_dist.reference.moments import MomentCodec, decode, encode
 from tests.support import Largest, equal
 
+from .adamw_problems import NUMBERS
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NUMBERS = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
 
 
 def problem(n, seed=0, param=torch.float32, grad=torch.float32):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -20,10 +21,9 @@ from launch.model.gpt import load_model_config
 from launch.train.plan import plan
 from launch.train.pretrain_options import parse
 from tests.launch.data.prepare_runs import argv, run
+from tests.launch.pretrain_runs import REQUIRED, SEVEN
 from tests.launch.tiny_data import make
 
-REQUIRED = ["--deepspeed_config", "zero2", "--model", "tiny", "--data", "d", "--train-steps", "100"]
-SEVEN = ["--model", "llama2-7b", "--gpus", "8", "--gpu", "h100"]
 STAGES = "--dry-run --data one --deepspeed_config zero1 --pipeline-parallel"
 EXPERT = "--dry-run --data one --gpus 2 --model tiny-moe --expert-parallel"
 REFUSED = {
@@ -31,16 +31,26 @@ REFUSED = {
         "--clip-grad 1": "--clip-grad: no such option, accepted: what pretrain.py --help lists",
         "--lr-schedule cosin": "--lr-schedule: got 'cosin', accepted: cosine, linear",
         "--lr nan": "--lr: got 'nan', accepted: a number, such as 3e-4",
+        "--save=": "--save: got '', accepted: a path",
         "--profile-steps 12-10": "--profile-steps: got '12-10', accepted: FIRST-LAST",
+        "--lr -1e-4": "--lr: got -0.0001, accepted: a number >= 0",
         "--lr-decay-steps 0": "--lr-decay-steps: got 0, accepted: an integer >= 1",
         "--warmup-steps 101": r"--warmup-steps: got 101, accepted: 0 to the end \(100\)",
+        "--warmup-steps -1": "--warmup-steps: got -1",
         "--load x --init-from y": "--init-from: got 'y', accepted: absent with --load x, which",
         "--save-interval 5": "--save-interval: got 5, accepted: 0 without --save",
         "--load auto": "--load: got 'auto', accepted: auto only with --save",
+        "--eval-only": "--eval-only: got True, accepted: only with --load or --init-from",
         "--dry-run --model bad.json": "--model: .*bad.json is not JSON",
         "--tran-steps 4": r"--tran-steps: no such option \(did you mean --train-steps\?\)",
+        "--train-step=4": r"--train-step: no such option \(did you mean --train-steps\?\)",
+        "--train_steps 4": r"--train_steps: no such option \(did you mean --train-steps\?\)",
+        "--train-steps 1e6": "--train-steps: got '1e6', accepted: a whole number in digits, below",
+        f"--train-steps {'9' * 30}": "--train-steps: got '9{30}', accepted: a whole number in",
         "--stop-at-step 101": "--stop-at-step: got 101, accepted: 1 to the run's last step",
+        "--load auto --save s --overwrite": "--overwrite: got True, accepted: not with --load auto",
         "--sequence-parallel": "--sequence-parallel: got True, accepted: only with --tensor-para",
+        "--profile-steps 10-12": r"--profile-steps: got \(10, 12\), accepted: only with --output",
         "--dry-run --model tinny": "--model: got tinny, accepted: a file, or one of .*tiny-moe",
         "--dry-run --model data.json": "--model: data.json describes no model, accepted: an obj",
         "--dry-run --model empty.json": "--model: empty.json holds nothing, accepted: a JSON obj",
@@ -62,20 +72,31 @@ REFUSED = {
         "--dry-run --data none": "--data: none.bin does not exist, accepted: ",
     },
     "planner": {
+        "--tensor-parallel 3": r"--tensor-parallel: got 3, accepted: a divisor of .* \(8\)",
         "--model-override vocab_size=null": "model.vocab_size: got null, accepted: a number, or ",
         "--gpu v100": "--gpu: got 'v100', accepted: h200, h100, ",
+        "--recompute-method block": ".*accepted: only with --recompute-granularity full",
         "--model tiny-moe --vocab-size 500": "--model: got a model with 8 experts, accepted: one w",
         "--pipeline-parallel 2": "--pipeline-parallel: got 2, accepted: 1",
+        "--num-gpus 8": ".*did you mean --gpus?",
+        "--gpu-memory 80apples": "--gpu-memory: got '80apples', accepted: a size such as",
+        "--zero-stage 3": "--zero-stage: no such option",
         "--micro-batch Auto": "--micro-batch: got 'Auto', accepted: a whole number from",
+    },
+    "scaling": {
+        "--steps 0": "--steps: got 0, accepted: an integer >= 1",
+        "--predict 64": "--predict: no such option",
     },
     "prepare_data": {
         "--tokeniser x": r"--tokeniser: no such option \(did you mean --t",
         "": "--input: missing, accepted: a value",
         # Outputs are tried before inputs are read, in a way that stops root, too.
         "--input stdlib --tokenizer bytes --output bad.json/x": "--output: .*accepted: a folder",
+        "--max-files 0": "--max-files: got '0', accepted: a whole number from 1",
     },
     "convert_hf": {
         "--dtype fp8": "--dtype: got 'fp8', accepted: bfloat16, float16, float32",
+        "--max-shard-size 5XB": "--max-shard-size: got '5XB', accepted: a size such as",
         "": "meta-llama: is no folder",
     },
 }
@@ -83,6 +104,7 @@ REFUSED = {
 GIVEN = {
     "pretrain": REQUIRED,
     "planner": SEVEN,
+    "scaling": ["--model", "tiny"],
     "convert_hf": ["--from", "meta-llama", "--to", "y"],
 }
 """What comes before a row's arguments."""
@@ -163,6 +185,12 @@ def test_other_ranks_wait_for_rank_0_and_print_no_help(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["--help"])
     assert "--train-steps" in capsys.readouterr().out
+
+
+def test_torchrun_repeats_the_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    line = said(capsys, parse, *REQUIRED, "--nonsense")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == line
 
 
 def test_overrides_given_twice_all_count():

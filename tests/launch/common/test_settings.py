@@ -9,18 +9,9 @@ import pytest
 from coat_dist import CoatConfigError
 from launch.common.settings import batch_sizes, load_settings, peak_lr
 from launch.train.pretrain_options import parse
+from tests.launch.pretrain_runs import REQUIRED
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "deepspeed"
-REQUIRED = [
-    "--deepspeed_config",
-    "x.json",
-    "--model",
-    "m.json",
-    "--data",
-    "d",
-    "--train-steps",
-    "100",
-]
 GOOD = {
     "train_micro_batch_size_per_gpu": 2,
     "bf16": {"enabled": True},

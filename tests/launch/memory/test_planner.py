@@ -19,9 +19,7 @@ from launch.memory.run import Run
 from launch.memory.zero import states
 from launch.model.gpt import parameter_count
 from launch.train.allocator import expandable_segments
-from tests.launch.pretrain_runs import command, configuration
-
-SEVEN = ["--model", "llama2-7b", "--gpus", "8", "--gpu", "h100"]
+from tests.launch.pretrain_runs import SEVEN, command, configuration
 
 
 def say(capsys, *argv) -> dict:

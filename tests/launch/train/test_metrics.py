@@ -16,11 +16,8 @@ from launch.common import log_level
 from launch.train import pretrain_options
 from launch.train.metrics import Summary, read_metrics
 from launch.train.reporters import Reporters, open_reporters, step_profiler
-from tests.launch.pretrain_runs import command, configuration, rank_main
+from tests.launch.pretrain_runs import REQUIRED, command, configuration, rank_main
 from tests.support import run_ranks
-
-BASE = ["--deepspeed_config", "x", "--model", "y", "--data", "z", "--train-steps", "20"]
-
 
 FIXED = {
     "lr": 1e-3 / 3,
@@ -43,7 +40,7 @@ def record(step, **more):
 
 
 def opened(*more, start=0, continues=True):
-    return open_reporters(pretrain_options.parse([*BASE, *map(str, more)]), start, continues)
+    return open_reporters(pretrain_options.parse([*REQUIRED, *map(str, more)]), start, continues)
 
 
 def report(folder, *records, start=0, end=100):

@@ -18,7 +18,7 @@ from launch.train.metrics import read_metrics
 from launch.train.run_folders import open_folders, open_on_nodes
 from tests.coat_dist.test_shared_folders import error_of, on_a_node
 from tests.launch.disk import listing
-from tests.launch.pretrain_runs import configuration, pretrain_on
+from tests.launch.pretrain_runs import REQUIRED, configuration, pretrain_on
 from tests.support import held_elsewhere, run_ranks
 
 
@@ -46,8 +46,7 @@ def metrics(folder, last, factor=3):
 
 
 def options(*argv):
-    needed = ["--deepspeed_config", "x", "--model", "x", "--data", "x", "--train-steps", "9"]
-    return pretrain_options.parse([*needed, *map(str, argv)])
+    return pretrain_options.parse([*REQUIRED, *map(str, argv)])
 
 
 def opened(*argv):
