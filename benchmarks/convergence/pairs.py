@@ -236,7 +236,7 @@ def available(variants: dict[str, int], peers: str | None) -> dict[str, int]:
     return found
 
 
-def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of this program. A preset changes the defaults."""
     parser = argument_parser(
         __doc__,
@@ -270,18 +270,18 @@ def parse(line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/pairs"), help="where text and saved runs are"
     )
-    first, _ = parser.parse_known_args(line)
+    first, _ = parser.parse_known_args(given)
     parser.set_defaults(**PRESETS[first.preset])
-    a = parser.parse_args(line)
+    a = parser.parse_args(given)
     if "all" in a.variants:
         a.variants = [name for name in VARIANTS if name not in SLOW]
     wanted: dict[str, int] = {}
-    for given in a.variants:
-        name, _, count = given.partition(":")
-        wanted[name] = int(count) if count.isdecimal() else a.pairs
+    for variant in a.variants:
+        name, _, count = variant.partition(":")
+        if name not in VARIANTS or count and not count.isdecimal():
+            parser.error(f"--variants: got {variant!r}, accepted: {', '.join(VARIANTS)}, :PAIRS")
+        wanted[name] = int(count or a.pairs)
     a.variants = wanted
-    if unknown := [name for name in a.variants if name not in VARIANTS]:
-        parser.error(f"--variants: got {unknown[0]!r}, accepted: {', '.join(VARIANTS)}")
     if a.batch % (a.micro_batch or a.batch):
         parser.error(f"--micro-batch: got {a.micro_batch}, accepted: a divisor of {a.batch}")
     return a

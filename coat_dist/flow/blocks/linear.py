@@ -352,7 +352,9 @@ def heads_again(
     mixed = v.detach().as_strided((*v.shape[:2], heads.width), (v.stride(0), v.stride(1), 1), 0)
     assert mixed.nbytes == v.untyped_storage().nbytes()
     norms = HeadNorms(head_norms.weights.detach(), head_norms.eps)
-    again = _HeadsAgain((q, k), lambda: split_rope(mixed, heads, table, norms), outer and outer[0])
+    again = _HeadsAgain(
+        (q, k), lambda: split_rope(mixed, heads, table, norms)[:2], outer and outer[0]
+    )
     with saved_tensors_hooks(again.pack, again.unpack):
         yield
 
@@ -366,7 +368,6 @@ class _HeadsAgain:
     ) -> None:
         self._known = [self._key(t) for t in known]
         self._make, self._count = make, count
-        self._wanted: set[int] = set()
         self._made: dict[int, torch.Tensor] = {}
 
     def _key(self, t: torch.Tensor) -> tuple[Any, ...]:
@@ -379,9 +380,7 @@ class _HeadsAgain:
                 self._count(t)
             # Not t itself: an output would keep its node, which keeps it.
             return None, (t.detach(), version_of(t))
-        place = self._known.index(key)
-        self._wanted.add(place)
-        return place, (t.shape, t.stride(), t.storage_offset())
+        return self._known.index(key), (t.shape, t.stride(), t.storage_offset())
 
     def unpack(self, kept: tuple[int | None, Any]) -> torch.Tensor:
         place, rest = kept
@@ -394,8 +393,7 @@ class _HeadsAgain:
                 )
             return t
         if place not in self._made:
-            made = self._make()
-            self._made = {i: made[i] for i in self._wanted}
+            self._made = dict(enumerate(self._make()))
         return self._made.pop(place).as_strided(*rest)
 
 
