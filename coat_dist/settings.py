@@ -3,8 +3,8 @@
 The first function that is handed a configuration makes a :class:`Settings` of it, and every later
 one accepts that: ``coat_dist.initialize`` and ``deepspeed.initialize``, ``patch_model``,
 ``zero_init``, the functions of ``megatron_patches``, the programs in ``launch``. Reading parses the
-file and the block and drops comments. :meth:`Settings.check` compares the values with :data:`ROWS`,
-the one table of settings that are refused. What the caller gave is never changed: DeepSpeed gets a
+file and the block and drops comments. :meth:`Settings.check` compares the values with the
+table in :mod:`coat_dist.refused`. What the caller gave is never changed: DeepSpeed gets a
 copy (:meth:`Settings.for_deepspeed`).
 """
 
@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from .config import CoatConfig, CoatConfigError, load_json, without_comments
 from .config_errors import Problem, got
 from .known_keys import OF_ADAM, defaults_of_coat_adamw, misspelt, unknown
 from .optim import CoatAdamW
 from .optim.state import check_group
+from .refused import OFFLOAD, PARALLEL, ROWS, TYPES, ZERO, refused
 
-ZERO = "zero_optimization"
-OFFLOAD = f"{ZERO}.offload_optimizer"
 _UNSET = ("bf16", "bfloat16", "aio")
 """Keys that may be null, which means to DeepSpeed that they are not given."""
 _DROP_AUTO = (ZERO, "fp16", "bf16", "tensor_parallel", "compile")
@@ -134,12 +133,12 @@ class Settings:
         facts = Facts(self, **context)
         found: list[Problem | str] = [*self.problems, *misspelt(self.entries)]
         if facts.ours:
-            found += _refused(TYPES, facts)
+            found += refused(TYPES, facts)
             found += unknown(self.entries, facts.named and facts.given is None)
         _raise(found)
         found = [*_parallel_problems(facts)]
         if facts.ours:
-            found += [*_refused(ROWS, facts), *_against_given(facts)]
+            found += [*refused(ROWS, facts), *_against_given(facts)]
         if facts.by_name:
             found += _wrong_params(self.values.get("optimizer.params") or {}, facts)
         if facts.ours and facts.stage and facts.cp > 1:
@@ -261,7 +260,7 @@ def _raise(found: Iterable[Problem | str]) -> None:
 
 def _parallel_problems(facts: Facts) -> list[Problem]:
     """What pipeline stages and divided experts cannot be trained with."""
-    found = [*_refused(PARALLEL, facts)]
+    found = [*refused(PARALLEL, facts)]
     if facts.staged and facts.divided:
         accepted = "1 with expert parallelism"
         found.append(Problem("mpu", f"got {facts.stages} pipeline stages", accepted))
@@ -297,201 +296,3 @@ def _wrong_params(given: Mapping[str, Any], facts: Facts) -> list[Problem]:
         problem: Problem = error.args[0]
         return [problem._replace(got=got(params.get(problem.key.removeprefix(key))))]
     return []
-
-
-# The table. A row stands here where without it a run would train wrongly in silence, lose data or
-# hang; what DeepSpeed refuses itself is left to it.
-
-
-class Row(NamedTuple):
-    """One setting that is refused."""
-
-    key: str
-    takes: tuple[Any, ...] | Callable[[Any], bool]
-    """The accepted values."""
-    accepted: str
-    """What to write instead, and why where that helps; facts in braces."""
-    when: str = "ours"
-    """The fact (an attribute of :class:`Facts`) with which the row applies."""
-    absent: Any = None
-    """What an absent key counts as."""
-
-
-def _refused(rows: Iterable[Row], facts: Facts) -> Iterator[Problem]:
-    """The problems that rows find."""
-    for row in rows:
-        if getattr(facts, row.when):
-            value = facts.values.get(row.key, row.absent)
-            accepts = row.takes(value) if callable(row.takes) else value in row.takes
-            if not accepts:
-                yield Problem(row.key, got(value), row.accepted.format(f=facts))
-
-
-OFF = (None, False)
-ON_GPU = (None, "none")
-_REMAINDER = 'master_weights "bf16_remainder"'
-_CODES = (
-    '"codes", also of a given CoatAdamW: DeepSpeed reads states as they are kept; universal '
-    "checkpoints hold fp32 moments"
-)
-_ON_DISK = (
-    "absent: checkpoints are written by torch.save, with checksums, and are on disk when "
-    "save_checkpoint returns"
-)
-_LATE = "with pipeline stages (gradients are reduced after the last micro-batch)"
-
-TYPES = (
-    # DeepSpeed takes "3" for 3; the rows below compare.
-    Row(f"{ZERO}.stage", lambda v: not isinstance(v, str | bool), "0, 1, 2 or 3"),
-    # DeepSpeed does not clip by what is negative or no number.
-    Row(
-        "gradient_clipping",
-        lambda v: type(v) in (int, float) and v >= 0,
-        "a number >= 0",
-        absent=0.0,
-    ),
-    # DeepSpeed reads nothing of a block without a name.
-    Row("scheduler.type", lambda v: v is not None, "the name of a schedule", "schedules"),
-)
-"""Types and ranges, which are looked at first. Types of other keys: ``known_keys.py``."""
-
-ROWS = (
-    Row(
-        "optimizer.type",
-        (None, "CoatAdamW"),
-        '"CoatAdamW" when the block has "coat.optimizer" (remove one of the two)',
-        "foreign_type",
-    ),
-    Row(
-        "optimizer.params.adam_w_mode",
-        (None, True),
-        "true; drop it: CoatAdamW's weight decay is always decoupled",
-        "by_name",
-    ),
-    Row("optimizer.params.capturable", OFF, f"false with {OFFLOAD}", "hosted"),
-    Row("optimizer.params.checkpoint", (None, "codes"), _CODES, "compressed"),
-    Row("optimizer.params.checkpoint", (), _CODES, "exports"),
-    # Files that are written behind a save's back may be incomplete when it returns.
-    Row("checkpoint.writer", (None,), _ON_DISK),
-    Row("datastates_ckpt", OFF, _ON_DISK),
-    Row(
-        "checkpoint.use_node_local_storage",
-        OFF,
-        "false: all ranks save into one folder, which all nodes share",
-    ),
-    # For CoatAdamW this project loads universal checkpoints itself.
-    Row(
-        "checkpoint.load_universal",
-        OFF,
-        f"false with {ZERO}.stage 3 and tensor parallelism {{f.tp}}: DeepSpeed does not slice "
-        "universal checkpoints over TP there; use stage 1 or 2, or CoatAdamW",
-        "baseline_tp3",
-    ),
-    Row(
-        f"{ZERO}.stage",
-        (),
-        "1, 2 or 3 with {f.half}.enabled: stage 0 steps on zero gradients while the engine is "
-        "built, and with fp16 hands out states and weights that nothing here was written for",
-        "trains_at_0",
-    ),
-    *(
-        Row(f"{ZERO}.{key}", OFF, "false: it would round what is rounded here already")
-        for key in (
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_gradients",
-        )
-    ),
-    # DeepSpeed's groups are consecutive ranks, whatever these hold.
-    Row(
-        f"{ZERO}.zero_hpz_partition_size",
-        (None, 0, 1),
-        "1 with tensor parallelism {f.tp}",
-        "tensor_parallel",
-    ),
-    Row(
-        f"{ZERO}.elastic_checkpoint",
-        OFF,
-        "false with CoatAdamW: it merges raw optimizer state across ranks",
-        "compressed",
-    ),
-    # "cpu" is state_device="cpu"; what else keeps the optimizer's states on the CPU steps there.
-    Row(f"{OFFLOAD}.device", (*ON_GPU, "cpu"), '"cpu" or "none" with CoatAdamW', "compressed"),
-    Row(
-        f"{OFFLOAD}.device",
-        ON_GPU,
-        f'"none", or "cpu" with {_REMAINDER}: fp32 master weights stay on the GPU',
-        "fp32_masters",
-    ),
-    Row(f"{OFFLOAD}.ratio", (None, 1), "1 with CoatAdamW", "hosted"),
-    Row(f"{OFFLOAD}.super_offload", OFF, "false with CoatAdamW", "compressed"),
-    Row(
-        f"{ZERO}.cpu_offload", OFF, "false with CoatAdamW; offload_optimizer instead", "compressed"
-    ),
-    Row(f"{ZERO}.zenflow", (None,), "absent with CoatAdamW", "compressed"),
-    # master_weights and DeepSpeed's keys have to say the same: each alone would lose the lower 16
-    # bits.
-    Row(
-        "bf16.bf16_master_weights_and_grads",
-        OFF,
-        f"false with CoatAdamW, or true with {_REMAINDER}: bfloat16 alone loses small updates",
-        "fp32_masters",
-    ),
-    *(
-        Row(f"bf16.{key}", (True,), f"true with {_REMAINDER}", "remainder")
-        for key in ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
-    ),
-    # Weights and remainders are one master weight, on one device.
-    Row(f"{ZERO}.offload_param.device", ON_GPU, f'"none" with {_REMAINDER}', "remainder"),
-    Row(f"{ZERO}.cpu_offload_param", OFF, f"false with {_REMAINDER}", "remainder"),
-    Row("fp16.enabled", OFF, "false with coat.activation.enabled: the flow runs in bf16", "flow"),
-    Row(
-        "expert_parallel.enabled",
-        OFF,
-        "false with coat.activation.enabled: DeepSpeed's AutoEP replaces experts that run the flow",
-        "flow",
-    ),
-    Row(
-        "coat.activation.weights",
-        ("on_use",),
-        f'"on_use" with {ZERO}.stage 3: a cache would hold whole weights on every rank',
-        "flow3",
-    ),
-    Row(
-        "coat.activation.cuda_graphs",
-        OFF,
-        f"false with {ZERO}.stage 3: graphs read weights where they lie, and these come and go",
-        "flow3",
-    ),
-    Row(
-        "coat.activation.frozen_weights",
-        ("bf16",),
-        f'"bf16" with {ZERO}.stage 3, which divides BF16 weights and no codes over ranks',
-        "flow3",
-    ),
-    Row(
-        "coat.activation.compile",
-        OFF,
-        f"false with {ZERO}.stage 3, whose hooks on every module break the compiler's graphs",
-        "flow3",
-    ),
-    Row(
-        "coat.activation.wgrad",
-        ("grad",),
-        '"grad" under DeepSpeed, whose parameters have no main_grad',
-        "flow",
-    ),
-)
-"""What CoatAdamW or the flow cannot honour."""
-
-PARALLEL = (
-    Row(f"{ZERO}.stage", (1,), f"1 {_LATE}", "staged"),
-    Row(f"{ZERO}.overlap_comm", OFF, f"false {_LATE}", "staged"),
-    Row(f"{OFFLOAD}.device", ON_GPU, '"none" with pipeline stages', "staged"),
-    Row("fp16.enabled", OFF, "false with pipeline stages (bf16 needs no loss scaling)", "staged"),
-    Row(f"{ZERO}.stage", (1, 2), "1 or 2 with expert parallelism", "divided"),
-    Row(f"{OFFLOAD}.device", ON_GPU, '"none" with expert parallelism', "divided"),
-    Row(f"{ZERO}.offload_param.device", ON_GPU, '"none" with expert parallelism', "divided"),
-    Row(f"{ZERO}.round_robin_gradients", OFF, "false with expert parallelism", "divided"),
-)
-"""What Megatron's pipeline stages, or experts that ranks divide, cannot be trained with."""

@@ -42,7 +42,7 @@ LAYERS = (
     ("coat_dist.checkpoint", "coat_dist.hf"),
     ("coat_dist.patching",),
     ("coat_dist.settings",),
-    ("coat_dist.known_keys",),
+    ("coat_dist.known_keys", "coat_dist.refused"),
     ("coat_dist.optim", "coat_dist.flow"),
     ("coat_dist.flow.blocks", "coat_dist.flow.graphs"),
     ("coat_dist.flow.core",),
