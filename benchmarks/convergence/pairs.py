@@ -14,7 +14,8 @@ that they name alone. "bf16 again" has a learning rate larger by 1e-5 of itself:
 a run.
 
 **Held-out loss**: every 50th window of the text is not trained on. After the last step their mean
-loss is taken with the variant's own forward, and in BF16 layers from the same master weights.
+loss is taken with the variant's own forward, and in BF16 layers from the same master weights. Of
+weights that BF16 layers have trained it is taken in the flow too ("flow_forward").
 
 **Speed**: a step reads batch and learning rate from the GPU by a counter that lies there, so one
 CUDA graph holds the whole step. Optimizers of peers take their step outside of it, and Transformer
@@ -49,7 +50,7 @@ import torch
 
 from benchmarks.arguments import argument_parser, one_line, positive_float
 from benchmarks.common import gpus, prepare_text, read_json, result_path, show, write_result
-from benchmarks.convergence.pairs_report import BF16, report, show_rows
+from benchmarks.convergence.pairs_report import BF16, forward, report, show_rows
 from benchmarks.convergence.pairs_run import HELD_OUT, VARIANTS, Worker
 
 SAVING = 60
@@ -176,6 +177,7 @@ class Study:
             "settings": self.shared["settings"],
             "processes": self.arguments.processes,
             "gaps": report(self.runs),
+            "flow_forward": forward(self.runs),
             "runs": self.runs,
         }
         write_result(f"convergence/{self.arguments.name}", result, self.arguments.output, nan=True)

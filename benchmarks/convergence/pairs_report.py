@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -23,7 +24,7 @@ LOSSES = {"gap": "held_out_loss", "gap_in_bf16": "held_out_loss_bf16"}
 
 def gaps(runs: Sequence[dict[str, Any]], variant: str, key: str, base: str = BF16) -> list[float]:
     """A loss of a variant relative to that of the variant ``base`` with the same seed, in percent,
-    for each pair.
+    for each pair; not finite where a run diverged.
     """
     its, theirs = (
         {run["seed"]: run[key] for run in runs if run["variant"] == name}
@@ -34,7 +35,8 @@ def gaps(runs: Sequence[dict[str, Any]], variant: str, key: str, base: str = BF1
 
 def report(runs: Sequence[dict[str, Any]], base: str = BF16) -> list[dict[str, Any]]:
     """For each variant the number of pairs, and in percent the mean gap, its standard error
-    (``se``) and the standard deviation of a pair (``sd``).
+    (``se``) and the standard deviation of a pair (``sd``), all without the pairs whose run
+    ``diverged``.
     """
     rows = []
     for variant in dict.fromkeys(run["variant"] for run in runs):
@@ -42,8 +44,9 @@ def report(runs: Sequence[dict[str, Any]], base: str = BF16) -> list[dict[str, A
             continue
         row: dict[str, Any] = {"variant": variant}
         for name, key in LOSSES.items():
-            found = gaps(runs, variant, key, base)
-            row["pairs"] = len(found)
+            every = gaps(runs, variant, key, base)
+            found = [gap for gap in every if isfinite(gap)]
+            row |= {"pairs": len(found), "diverged": len(every) - len(found)}
             if found:
                 row[name] = fmean(found)
             if len(found) > 1:
@@ -51,6 +54,16 @@ def report(runs: Sequence[dict[str, Any]], base: str = BF16) -> list[dict[str, A
                 row[f"{name}_se"] = stdev(found) / len(found) ** 0.5
         rows.append(row)
     return rows
+
+
+def forward(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the flow's forward adds to the held-out loss of weights that BF16 layers have trained,
+    in percent: means over runs, in all layers and in one alone.
+    """
+    found = [run["flow_forward"] for run in runs if run.get("flow_forward")]
+    found = [one for one in found if all(map(isfinite, one.values()))]
+    means = {where: fmean(one[where] for one in found) for where in (found or [{}])[0]}
+    return {"runs": len(found)} | means
 
 
 def show_rows(rows: Sequence[dict[str, Any]], base: str = BF16) -> None:
@@ -61,6 +74,7 @@ def show_rows(rows: Sequence[dict[str, Any]], base: str = BF16) -> None:
             row["variant"],
             row,
             pairs="d",
+            diverged="d",
             gap="+.3f",
             gap_se=".3f",
             gap_sd=".3f",
@@ -118,6 +132,8 @@ def main() -> None:
         print(f"== {path.stem}")
         rows = report(result["runs"], a.base)
         show_rows(rows, a.base)
+        added = forward(result["runs"])
+        show("the flow's forward alone", added, runs="d", all="+.3f", first="+.3f", last="+.3f")
         if a.plot is not None:
             plot(rows, Path(a.plot), a.base)
 

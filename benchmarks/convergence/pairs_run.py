@@ -366,6 +366,21 @@ class Run:
                 losses.append(self.loss(model, rows).double())
         return float(torch.stack(losses).mean())
 
+    def flow_forward(self, bf16: float) -> dict[str, float]:
+        """What the flow's forward adds to ``bf16``, the held-out loss of the weights in BF16
+        layers, in percent: in all layers, in the first and in the last one alone.
+        """
+        import coat_dist
+
+        last = self.settings["layers"] - 1
+        others = {"all": [], "first": [*range(1, last + 1)], "last": [*range(last)]}
+        found = {}
+        for where, kept in others.items():
+            model = self.cast(torch.bfloat16)
+            coat_dist.patch_model(model, {"coat": {"activation": {"bf16_layers": kept}}})
+            found[where] = round(100 * (self.held_out_loss(model) / bf16 - 1), 4)
+        return found
+
     def result(self) -> dict[str, Any]:
         """Losses of a finished run."""
         self.copy_weights()  # replays do not tell caches of codes that weights have changed
@@ -373,9 +388,12 @@ class Run:
         last = max(1, len(losses) // 20)
         points = [len(losses) * i // POINTS for i in range(POINTS + 1)]
         curve = [losses[a:b] for a, b in zip(points, points[1:], strict=False) if b > a]
+        bf16 = self.held_out_loss(self.cast(torch.bfloat16))
+        in_fp8 = self.variant.flow is not None or self.variant.recipe
         return {
             "held_out_loss": round(self.held_out_loss(self.model), 6),
-            "held_out_loss_bf16": round(self.held_out_loss(self.cast(torch.bfloat16)), 6),
+            "held_out_loss_bf16": round(bf16, 6),
+            "flow_forward": {} if in_fp8 else self.flow_forward(bf16),
             "training_loss": round(fmean(losses[-last:]), 6),
             "curve": [round(fmean(part), 3) for part in curve],
             "graph": self.graph,

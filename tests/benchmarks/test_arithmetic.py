@@ -56,7 +56,8 @@ def test_stages_ms_times_each_stage_of_the_middle_repetition(monkeypatch) -> Non
 
 
 def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:
-    losses = {"bf16": [2.0, 4.0, 1.0], "coat": [2.02, 4.12], "flow": [2.0]}
+    nan = float("nan")
+    losses = {"bf16": [2.0, 4.0, 1.0], "coat": [2.02, 4.12, nan], "flow": [2.0]}
     runs = [
         {
             "variant": variant,
@@ -69,6 +70,7 @@ def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:
     ]
     coat, flow = rows = report(runs)
     assert (coat["pairs"], flow["pairs"]) == (2, 1) and "gap_se" not in flow
+    assert (coat["diverged"], flow["diverged"]) == (1, 0)
     found = [coat[key] for key in ("gap", "gap_sd", "gap_se", "gap_in_bf16")]
     assert found == pytest.approx([2.0, 2.0**0.5, 1.0, 104.0])
     plot(rows, tmp_path / "pairs.png")
