@@ -23,10 +23,10 @@ Engine runs without a graph. A variant whose capture fails is trained without a 
 shared by ``--processes`` runs.
 
 **Continuing**: `convergence/pairs.json` is written after every run, and has all runs of earlier
-calls, those in the repository too; a run that is in it is not repeated. With ``--budget`` no run
-begins that would not end in time. One that is under way at the end is saved in ``--folder``, where
-the text is too, and a later call on the same machine continues it. A result has runs of one set of
-settings and one text; give others another ``--name``.
+calls, those in the repository too; a run that is in it is not repeated. One that is under way at
+the end of ``--budget`` is saved in ``--folder``, where the text is too, and a later call on the
+same machine continues it. Where there may be none, ``--whole`` begins no run that would not end in
+time. A result has runs of one set of settings and one text; give others another ``--name``.
 
 ``--preset 303m`` is a Llama of 270 M parameters outside the embedding that reads 184 M tokens: 12
 to 18 minutes of one H200 a run.
@@ -115,12 +115,16 @@ class Study:
         self.lock = threading.Lock()
 
     def fits(self, variant: str) -> bool:
-        """Whether a run of a variant would end in time; what is not known counts as the longest."""
-        needed = self.seconds.get(variant, max(self.seconds.values(), default=0.0))
+        """Whether a run of a variant may begin. With ``--whole`` it has to end in time; what is not
+        known counts as the longest.
+        """
+        needed = 0.0
+        if self.arguments.whole:
+            needed = self.seconds.get(variant, max(self.seconds.values(), default=0.0))
         return time.monotonic() + needed < self.deadline
 
     def next(self) -> dict[str, Any] | None:
-        """The first waiting run that would end in time."""
+        """The first waiting run that may begin."""
         with self.lock:
             for i, job in enumerate(self.waiting):
                 if self.fits(job["variant"]):
@@ -128,7 +132,7 @@ class Study:
         return None
 
     def work(self, gpu: int) -> None:
-        """Train runs on a GPU until none is left that would end in time."""
+        """Train runs on a GPU until none is left that may begin."""
         worker: Worker | None = None
         while (job := self.next()) is not None:
             saved = Path(job["folder"]) / f"{self.arguments.name}-{job['variant']}-{job['seed']}.pt"
@@ -268,6 +272,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--budget", type=positive_float, metavar="SECONDS", help="of a call, preparation included"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="begin no run that would not end within the budget"
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/pairs"), help="where text and saved runs are"

@@ -53,6 +53,8 @@ class Variant(NamedTuple):
     """The package that the variant needs."""
     recipe: str = ""
     """Of Transformer Engine's or torchao's FP8 linears."""
+    embedding_bits: int = 32
+    """Of the embedding's moments in bitsandbytes, whose page asks for more than 8."""
 
 
 VARIANTS = {
@@ -76,6 +78,7 @@ VARIANTS = {
     "torchao float8 rowwise": Variant(peer="torchao", recipe="rowwise"),
     "torchao 8-bit AdamW": Variant(peer="torchao"),
     "bitsandbytes 8-bit AdamW": Variant(peer="bitsandbytes"),
+    "bitsandbytes 8-bit embedding": Variant(peer="bitsandbytes", embedding_bits=8),
     "te current": Variant(peer="transformer_engine", recipe="Float8CurrentScaling"),
     "te delayed": Variant(peer="transformer_engine", recipe="DelayedScaling"),
 }
@@ -215,6 +218,10 @@ class Run:
         if v.peer == "bitsandbytes":
             import bitsandbytes
 
+            manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+            manager.pid2config.clear()  # it knows tensors by their addresses, of earlier runs too
+            embedding = self.masters.get_input_embeddings().weight
+            manager.override_config(embedding, "optim_bits", v.embedding_bits)
             return bitsandbytes.optim.AdamW8bit(plain, lr=0.0, betas=BETAS), False
         return torch.optim.AdamW(plain, fused=True, **shared), True
 
