@@ -46,6 +46,8 @@ class Variant(NamedTuple):
     """Options of CoatAdamW; None: another optimizer."""
     start: float = 0.0
     """Share of the steps before the flow begins."""
+    end: float = 1.0
+    """Share of the steps after which it ends."""
     lr: float = 1.0
     """Factor of the learning rate."""
     dtype: torch.dtype = torch.bfloat16
@@ -71,6 +73,8 @@ VARIANTS = {
     "coat from 2%": Variant({}, {}, start=0.02),
     "coat from 5%": Variant({}, {}, start=0.05),
     "coat from 10%": Variant({}, {}, start=0.1),
+    "coat until 80%": Variant({}, {}, end=0.8),
+    "coat until 90%": Variant({}, {}, end=0.9),
     "coat bf16 edges": Variant({"bf16_layers": [0, -1]}, {}),
     "coat bf16 first": Variant({"bf16_layers": [0]}, {}),
     "coat bf16 last": Variant({"bf16_layers": [-1]}, {}),
@@ -318,26 +322,28 @@ class Run:
         v, saved = self.variant, Path(self.job["saved"])
         if saved.exists():
             self.load(torch.load(saved, map_location=self.device, weights_only=False))
-        steps = self.settings["steps"]
-        switch = round(v.start * steps)
-        ended = True
+        steps, ended = self.settings["steps"], True
+        parts = [(steps, False)]
         if v.flow is not None:
-            if self.done < switch:
-                ended = self.steps_to(switch, deadline)
-            if ended:
-                self.patch()
-        ended = ended and self.steps_to(steps, deadline)
+            parts = [(round(v.start * steps), False), (round(v.end * steps), True), *parts]
+        for end, in_flow in parts:
+            if ended and self.done < end:
+                self.set_flow(in_flow)
+                ended = self.steps_to(end, deadline)
         if not ended:
             torch.save(self.state(), f"{saved}.part")
             os.replace(f"{saved}.part", saved)
         return ended
 
-    def patch(self) -> None:
-        """Let the flow begin."""
+    def set_flow(self, on: bool) -> None:
+        """Let the flow begin or end."""
         import coat_dist
 
-        block = {"activation": dict(self.variant.flow or {})}
-        self.fp8_share = coat_dist.patch_model(self.model, {"coat": block}).fp8_share
+        if on:
+            block = {"activation": dict(self.variant.flow or {})}
+            self.fp8_share = coat_dist.patch_model(self.model, {"coat": block}).fp8_share
+        elif self.fp8_share:
+            coat_dist.unpatch_model(self.model)
 
     def state(self) -> dict[str, Any]:
         """What a run needs to be continued."""

@@ -75,13 +75,14 @@ def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:
     assert (tmp_path / "pairs.png").stat().st_size > 5000
 
 
-def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("variant", ["coat from 5%", "coat until 80%"])
+def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch, variant) -> None:
     (tmp_path / "text.json").write_text('{"dtype": "uint16"}')
     torch.randint(8, (999 * 16,)).short().numpy().tofile(tmp_path / "text.bin")
-    given = ["--hidden=256", "--layers=1", "--sequence=16", "--batch=4", "--micro-batch=2"]
-    options = pairs.parse([*given, "--steps=12", "--vocabulary=64"])
+    line = "--hidden 256 --layers 1 --sequence 16 --batch 4 --micro-batch 2 --steps 12 --vocabulary 64"
     text = {"digest": "", "tokens": 999 * 16}
-    job = {"variant": "coat from 5%", "seed": 3, "settings": pairs.settings(options, text)}
+    settings = pairs.settings(pairs.parse(line.split()), text)
+    job = {"variant": variant, "seed": 3, "settings": settings}
     job |= {"text": str(tmp_path / "text"), "graph": True, "saved": str(tmp_path / "run.pt")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     whole = pairs_run.train(job | {"deadline": float("inf")})
