@@ -79,9 +79,8 @@ def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:
 def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch, variant) -> None:
     (tmp_path / "text.json").write_text('{"dtype": "uint16"}')
     torch.randint(8, (999 * 16,)).short().numpy().tofile(tmp_path / "text.bin")
-    line = "--hidden 256 --layers 1 --sequence 16 --batch 4 --micro-batch 2 --steps 12 --vocabulary 64"
-    text = {"digest": "", "tokens": 999 * 16}
-    settings = pairs.settings(pairs.parse(line.split()), text)
+    line = "--layers 1 --sequence 16 --batch 4 --micro-batch 2 --steps 12 --vocabulary 64"
+    settings = pairs.settings(pairs.parse(line.split()), {"digest": "", "tokens": 1})
     job = {"variant": variant, "seed": 3, "settings": settings}
     job |= {"text": str(tmp_path / "text"), "graph": True, "saved": str(tmp_path / "run.pt")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
