@@ -338,11 +338,12 @@ class Run:
     def set_flow(self, on: bool) -> None:
         """Let the flow begin or end."""
         import coat_dist
+        from coat_dist.patching.report import is_patched
 
         if on:
             block = {"activation": dict(self.variant.flow or {})}
             self.fp8_share = coat_dist.patch_model(self.model, {"coat": block}).fp8_share
-        elif self.fp8_share:
+        elif is_patched(self.model):
             coat_dist.unpatch_model(self.model)
 
     def state(self) -> dict[str, Any]:
@@ -353,13 +354,14 @@ class Run:
             "masters": self.masters.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "losses": self.losses,
+            "fp8_share": self.fp8_share,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state` was taken; a run of other settings begins anew."""
         if state["settings"] != self.settings:
             return
-        self.done = state["done"]
+        self.done, self.fp8_share = state["done"], state["fp8_share"]
         self.at.fill_(self.done)
         self.losses.copy_(state["losses"])
         self.masters.load_state_dict(state["masters"])

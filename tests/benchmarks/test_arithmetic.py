@@ -69,14 +69,16 @@ def test_gaps_are_means_over_seeds_that_both_have(tmp_path) -> None:
     ]
     coat, flow = rows = report(runs)
     assert (coat["pairs"], coat["diverged"], flow["pairs"]) == (2, 1, 1) and "gap_se" not in flow
-    found = [coat[key] for key in ("gap", "gap_se", "gap_in_bf16")]
-    assert found == pytest.approx([2.0, 1.0, 104.0])
+    found = [coat[key] for key in ("gap", "gap_sd", "gap_se", "gap_in_bf16")]
+    assert found == pytest.approx([2.0, 2.0**0.5, 1.0, 104.0])
     plot(rows, tmp_path / "pairs.png")
     assert (tmp_path / "pairs.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("variant", ["coat from 5%", "coat until 80%"])
-def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch, variant) -> None:
+@pytest.mark.parametrize(("variant", "steps"), [("coat from 5%", 5), ("coat until 80%", 11)])
+def test_a_run_that_was_saved_ends_as_one_that_was_not(
+    tmp_path, monkeypatch, variant, steps
+) -> None:
     (tmp_path / "text.json").write_text('{"dtype": "uint16"}')
     torch.randint(8, (999 * 16,)).short().numpy().tofile(tmp_path / "text.bin")
     line = "--layers 1 --sequence 16 --batch 4 --micro-batch 2 --steps 12 --vocabulary 64"
@@ -86,7 +88,7 @@ def test_a_run_that_was_saved_ends_as_one_that_was_not(tmp_path, monkeypatch, va
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     whole = pairs_run.train(job | {"deadline": float("inf")})
     monkeypatch.setattr(pairs_run.time, "monotonic", itertools.count().__next__)
-    assert pairs_run.train(job | {"deadline": 4}) == {"stopped": 5}
+    assert pairs_run.train(job | {"deadline": steps - 1}) == {"stopped": steps}
     resumed = pairs_run.train(job | {"deadline": float("inf")})
     assert resumed | {"seconds": 0} == whole | {"seconds": 0}
     assert whole["curve"][0] > whole["training_loss"]
