@@ -47,6 +47,13 @@ def launcher_variables():
             os.environ[name] = value
 
 
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """As in a process that no launcher has started."""
+    for name in RANKS:
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(autouse=True)
 def fresh_numbers(request):
     """The numbers that torch draws in this process are of a new seed for every test, or of

@@ -15,13 +15,8 @@ import torch
 
 from benchmarks.common import ROOT
 from tests.support import Program
+from tests.support.programs import CPU
 
-CPU = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 SMALL = (
     "--model-override hidden_size=64 ffn_hidden_size=128 num_attention_heads=4 num_query_groups=2 "
     "seq_length=32 vocab_size=256 "

@@ -8,13 +8,10 @@ from typing import Any
 import torch
 
 from coat_dist.reference.master import split
+from tests.coat_dist.deepspeed.small_engine import FP32, REMAINDERS
 from tests.coat_dist.deepspeed.zero_runs import BUCKETS
 
 STAGES, DP, TP = (1, 2, 3), (1, 2, 4), (1, 2)
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
-REMAINDERS = {
-    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
-}
 HALVES = {"master_weights": "bf16_remainder"}
 # Whole shape and the dimension that tensor parallelism divides. "a": rows of 128 elements at every
 # layout; "o": of no layout. One element: most ranks' shards of its group are padding.
@@ -65,13 +62,13 @@ def layout(stage: int, dp: int, tp: int) -> str:
 
 
 KINDS = {
-    layout(s, d, t): Kind(s, d, t, config={} if s == 1 else FP32_SUMS)
+    layout(s, d, t): Kind(s, d, t, config={} if s == 1 else FP32)
     for t in TP
     for d in DP
     for s in STAGES
 }
 KINDS |= {
-    "BF16_Optimizer": Kind(1, config=FP32_SUMS),
+    "BF16_Optimizer": Kind(1, config=FP32),
     "round robin": Kind(1, zero={"round_robin_gradients": True}),
     "bf16 sums, overlap, scattered, round robin": Kind(
         2,
@@ -84,7 +81,7 @@ KINDS |= {
     "sub-groups": Kind(3, zero={"sub_group_size": 1000}),
     "remainders, stage 2": Kind(2, config=REMAINDERS, coat=HALVES),
     "remainders, stage 2, round robin": Kind(
-        2, zero={"round_robin_gradients": True}, config=REMAINDERS | FP32_SUMS, coat=HALVES
+        2, zero={"round_robin_gradients": True}, config=REMAINDERS | FP32, coat=HALVES
     ),
     "remainders, stage 3": Kind(3, config=REMAINDERS, coat=HALVES),
     "remainders, persistent sub-groups": Kind(
@@ -93,15 +90,15 @@ KINDS |= {
         config=REMAINDERS,
         coat=HALVES,
     ),
-    "m by itself, stage 2": Kind(2, config=FP32_SUMS, coat={"normalize": False}),
+    "m by itself, stage 2": Kind(2, config=FP32, coat={"normalize": False}),
     "m by itself, stage 3": Kind(3, coat={"normalize": False}),
     "groups of 64": Kind(1, coat={"group_size": 64}),
-    "stochastic": Kind(2, config=FP32_SUMS, coat={"stochastic_rounding": True}),
+    "stochastic": Kind(2, config=FP32, coat={"stochastic_rounding": True}),
     "int8 and log8": Kind(3, coat={"first_moment": "int8", "second_moment": "log8"}),
     "fp32, stage 0": Kind(0, 1, config={"bf16": {"enabled": False}}),
     "fp32, stage 2": Kind(2, 1, config={"bf16": {"enabled": False}}),
     "torch's older format": Kind(
-        2, 1, config=FP32_SUMS | {"checkpoint": {"checkpoint_serialization": False}}
+        2, 1, config=FP32 | {"checkpoint": {"checkpoint_serialization": False}}
     ),
     "the program's CoatAdamW": Kind(2, 1, given=True),
     "AdamW, stage 1": Kind(1, coat=None),

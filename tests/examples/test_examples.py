@@ -17,14 +17,8 @@ import torch
 from megatron_patches.compat import older_than
 from tests.examples.run import CHECKED, EXAMPLES, commands, in_a_rank, names_of, start
 from tests.support import run_ranks
+from tests.support.programs import CPU
 
-CPU = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    # No process imports torch.compile's backends, which Megatron asks for.
-    "TORCHDYNAMO_DISABLE": "1",
-}
 MOMENTS = r"^moments: 2\.[01]\d* bytes a parameter$"
 PATCHED = "FP8 flow: 4 of 4 blocks patched"
 PRINTED = {

@@ -14,10 +14,9 @@ from coat_dist.flow import (
     rope_table,
     sdpa,
 )
-from coat_dist.flow.core.products import saved_format
-from coat_dist.reference.quantize import dequantize, quantize_groups
+from coat_dist.reference.quantize import dequantize
 from tests.coat_dist.flow.common import relative_error
-from tests.coat_dist.flow.test_attention import check_sink_attention
+from tests.coat_dist.flow.test_attention import check_sink_attention, rounded
 from tests.support.devices import CONVERTS_FP8, captured, nothing_waits
 
 if not CONVERTS_FP8:
@@ -34,14 +33,6 @@ def qkv(s, b, heads, groups, d):
     ]
 
 
-def rounded(x, d, config):
-    x = x.detach()
-    q = quantize_groups(
-        x.unflatten(-1, (-1, d)), saved_format(config), config.group_size, config.scale
-    )
-    return dequantize(q).to(x.dtype).view(x.shape)
-
-
 SHAPES = [(512, 2, 8, 8, 128), (513, 1, 8, 2, 128), (256, 2, 6, 1, 64), (128, 1, 4, 4, 80)]
 
 
@@ -56,9 +47,9 @@ def test_forward_and_gradients_are_sdpas_on_rounded_values(shape, form):
     )
     inputs, d = qkv(*shape), shape[-1]
     out, o8 = attention(*inputs, config)
-    values = [rounded(t, d, config).requires_grad_() for t in inputs]
+    values = [rounded(t, config, d).requires_grad_() for t in inputs]
     plain = sdpa(*values)
-    o = rounded(plain, d, config)
+    o = rounded(plain, config, d)
     assert torch.equal(out, o)
     assert torch.equal(out, dequantize(o8).bfloat16().view(out.shape))
 

@@ -26,6 +26,14 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from .ranks import _cpu_server
 
+CPU = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    # No process imports torch.compile's backends, which Megatron asks for.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Variables of programs that leave a GPU alone."""
 _LAUNCHERS = ("deepspeed.launcher.", "torch.distributed.")
 
 

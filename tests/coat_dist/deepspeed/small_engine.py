@@ -3,6 +3,9 @@
 import torch
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+REMAINDERS = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+}
 NO_FLOW = {"activation": {"enabled": False}}
 
 

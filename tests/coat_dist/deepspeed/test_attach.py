@@ -12,12 +12,9 @@ import torch
 import coat_dist
 from coat_dist.config import ActivationConfig
 from coat_dist.deepspeed.attach import ATTACHMENTS
-from tests.coat_dist.deepspeed.small_engine import FP32, quiet_deepspeed
+from tests.coat_dist.deepspeed.small_engine import FP32, REMAINDERS, quiet_deepspeed
 from tests.support import run_ranks
 
-REMAINDERS = {
-    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-}
 BF16_OPTIMIZER = {"zero_optimization": {"stage": 1}, **FP32}
 ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
 CASES = {

@@ -22,7 +22,10 @@ from .saved_bytes import saved, scale_bytes
 
 S, B, HEADS = 40, 2, 4
 ONE = TensorParallel()
-FORMS = [("e3m4", "e8m0", 32), ("e4m3", "e8m0", 32), ("e5m2", "bf16", 16)]
+FORMS = [
+    settings(saved_format=fmt, scale=scale, group_size=size)
+    for fmt, scale, size in [("e3m4", "e8m0", 32), ("e4m3", "e8m0", 32), ("e5m2", "bf16", 16)]
+]
 
 
 def qkv(groups=2, d=64, dtype=torch.bfloat16, keys=S):
@@ -46,9 +49,8 @@ def heads_first(*tensors):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("groups", "d"), [(4, 64), (2, 64), (1, 24)])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_attention_is_sdpa_on_rounded_values(dtype, groups, d, causal, form):
-    config = settings(saved_format=form[0], scale=form[1], group_size=form[2])
+@pytest.mark.parametrize("config", FORMS)
+def test_attention_is_sdpa_on_rounded_values(dtype, groups, d, causal, config):
     inputs = qkv(groups, d, dtype, S if causal else S + 7)
     out, o8 = attention(*inputs, config, causal=causal, scale=0.2)
     values = heads_first(*(rounded(t, config, d) for t in inputs))
@@ -84,9 +86,8 @@ def test_attention_with_any_backend_of_sdpa(groups):
 
 
 @pytest.mark.parametrize("d", [64, 24])
-@pytest.mark.parametrize("form", FORMS)
-def test_attention_saved_bytes(form, d):
-    config = settings(saved_format=form[0], scale=form[1], group_size=form[2])
+@pytest.mark.parametrize("config", FORMS)
+def test_attention_saved_bytes(config, d):
     inputs, weight = qkv(2, d), torch.randn(48, HEADS * d, dtype=torch.bfloat16, requires_grad=True)
 
     def block():

@@ -92,6 +92,10 @@ def train(state, data, mode, kind, scales, accumulation=2):
     config, model = settings(weights=mode, forward_scales=scales), Model(state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     losses, wrap = [], replayed(kind)
+
+    def evaluate():
+        losses.append(model(-window[0], config).square().mean().item())
+
     for step in range(len(data) // accumulation):
         window = data[step * accumulation : (step + 1) * accumulation]
         flight = [model(x.clone().requires_grad_(), config, wrap).square().mean() for x in window]
@@ -100,21 +104,21 @@ def train(state, data, mode, kind, scales, accumulation=2):
             losses.append(loss.item())
         if step % 2:
             with torch.no_grad() if step % 4 == 1 else torch.inference_mode():
-                losses.append(model(-window[0], config).square().mean().item())
+                evaluate()
         optimizer.step()
         optimizer.zero_grad()
         if step == 2:  # evaluation straight after a step, before any training forward
             with torch.inference_mode():
-                losses.append(model(-window[0], config).square().mean().item())
+                evaluate()
             model.load_state_dict(state)
         if step == 3:
             with torch.no_grad():
-                losses.append(model(-window[0], config).square().mean().item())
+                evaluate()
             for p in model.parameters():
                 p.data = p.data * 1.25  # other storage
         if step == 4:
             with torch.no_grad():
-                losses.append(model(-window[0], config).square().mean().item())
+                evaluate()
                 for p in model.parameters():
                     p.mul_(0.75)
     return losses

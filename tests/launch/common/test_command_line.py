@@ -19,7 +19,7 @@ from launch.common.errors import DataError
 from launch.data.blend import parse_blend, read_info, without_suffix
 from launch.model.gpt import load_model_config
 from launch.train.plan import plan
-from launch.train.pretrain_options import parse
+from launch.train.pretrain_options import parse, parser
 from tests.launch.data.prepare_runs import argv, run
 from tests.launch.pretrain_runs import REQUIRED, SEVEN
 from tests.launch.tiny_data import make
@@ -28,10 +28,14 @@ STAGES = "--dry-run --data one --deepspeed_config zero1 --pipeline-parallel"
 EXPERT = "--dry-run --data one --gpus 2 --model tiny-moe --expert-parallel"
 REFUSED = {
     "pretrain": {
+        "-lr 1": "unrecognized arguments: -lr 1",
         "--clip-grad 1": "--clip-grad: no such option, accepted: what pretrain.py --help lists",
+        "--lr": "--lr: expected one argument",
+        "--overwrite=1": "--overwrite: ignored explicit argument '1'",
         "--lr-schedule cosin": "--lr-schedule: got 'cosin', accepted: cosine, linear",
         "--lr nan": "--lr: got 'nan', accepted: a number, such as 3e-4",
         "--save=": "--save: got '', accepted: a path",
+        "--overwrite junk": "unrecognized arguments: junk",
         "--profile-steps 12-10": "--profile-steps: got '12-10', accepted: FIRST-LAST",
         "--lr -1e-4": "--lr: got -0.0001, accepted: a number >= 0",
         "--lr-decay-steps 0": "--lr-decay-steps: got 0, accepted: an integer >= 1",
@@ -94,10 +98,16 @@ REFUSED = {
         "--input stdlib --tokenizer bytes --output bad.json/x": "--output: .*accepted: a folder",
         "--max-files 0": "--max-files: got '0', accepted: a whole number from 1",
     },
+    "plot": {
+        "": "the following arguments are required: RUN",
+    },
     "convert_hf": {
         "--dtype fp8": "--dtype: got 'fp8', accepted: bfloat16, float16, float32",
         "--max-shard-size 5XB": "--max-shard-size: got '5XB', accepted: a size such as",
         "": "meta-llama: is no folder",
+    },
+    "to_universal": {
+        "--load x": "one of the arguments --output --output_folder",
     },
 }
 """Of each program: arguments, and a pattern with which the error begins."""
@@ -125,10 +135,9 @@ def said(capsys, call, *words):
 @pytest.mark.parametrize(
     ("program", "words", "message"), [(p, *row) for p in REFUSED for row in REFUSED[p].items()]
 )
+@pytest.mark.usefixtures("no_launcher")
 def test_refused_arguments_are_one_line(capsys, tmp_path, monkeypatch, program, words, message):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "data.json").write_text('{"tokens": 4, "documents": 1, "settings": {}}')
@@ -169,6 +178,11 @@ def test_a_misspelt_option_that_is_needed_is_named_and_not_the_missing_one(capsy
     assert line == "error: --tran-steps: no such option (did you mean --train-steps?)"
     missing = said(capsys, parse, *REQUIRED[2:])
     assert missing.startswith("error: the following arguments are required: --deepspeed_config")
+
+
+def test_help_says_a_default_once_and_none_where_there_is_none():
+    said = " ".join(parser().format_help().split())
+    assert "None)" not in said and ") (default" not in said and "(default: 1)" in said
 
 
 def test_other_ranks_wait_for_rank_0_and_print_no_help(capsys, monkeypatch):
@@ -215,6 +229,11 @@ def test_a_home_folder_also_behind_an_equals_sign(monkeypatch):
     assert args.save == "/home/somebody/runs" and args.data == ["/home/somebody/d"]
     with pytest.raises(argparse.ArgumentTypeError):
         local_path("a\0b")
+
+
+def test_launchers_arguments_are_taken():
+    args = parse(["--local_rank=3", "--deepspeed", *REQUIRED])
+    assert args.local_rank == 3 and args.lr is None
 
 
 def test_files_of_a_data_set_are_its_prefix(tmp_path, monkeypatch):
@@ -264,3 +283,13 @@ def test_tokenizers_by_the_name_of_a_model(tmp_path, monkeypatch, capsys):
     (snapshot / "tokenizer.json").write_bytes((tmp_path / "x.tokenizer.json").read_bytes())
     assert prepare_data.main(given) == 0
     assert (tmp_path / "y.bin").read_bytes() == (tmp_path / "x.bin").read_bytes()
+
+
+def test_ctrl_c_while_preparing(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_data, "tokenize", interrupted)
+    (tmp_path / "a.txt").write_text("text")
+    assert prepare_data.main(argv(tmp_path / "a.txt", tmp_path / "x")) == 130
+    assert capsys.readouterr().err == "prepare_data: interrupted; the same command continues\n"

@@ -202,12 +202,10 @@ def test_segments_are_expandable_unless_the_user_has_set_that() -> None:
     ],
 )
 def test_a_dry_run_is_the_planners_answer_without_a_launcher(
-    work, tmp_path, capsys, monkeypatch, batch, micro
+    work, tmp_path, capsys, no_launcher, batch, micro
 ) -> None:
     keys = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     config = configuration(tmp_path, 2, **(dict.fromkeys(keys) | batch))
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     more = ["--gpus", "4", "--gpu", "h100", "--json", *micro]
     planned = [
         "--model",

@@ -81,9 +81,7 @@ def test_a_dead_launcher_is_a_request():
     assert done.stdout == "end of the launcher\n"
 
 
-def test_needs_a_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def test_needs_a_launcher(monkeypatch, no_launcher):
     monkeypatch.setattr("sys.argv", ["launch/pretrain.py"])
     with pytest.raises(
         CoatConfigError, match=r"^RANK: not set, accepted: start with `deepspeed launch/pretrain.py"
