@@ -15,7 +15,6 @@ HELP = {
     "accumulation": "micro-batches of a step",
     "layers": "number of layers of each model",
     "limit": "seconds after which a variant is stopped",
-    "lr_warm_up": "share of the steps in which the learning rate rises",
     "micro_batch": "sequences of a micro-batch",
     "model_override": "KEY=VALUE: other values of the model's description",
     "name": "of the JSON result",

@@ -28,9 +28,8 @@ the end of ``--budget`` is saved in ``--folder``, where the text is too, and a l
 same machine continues it. Where there may be none, ``--whole`` begins no run that would not end in
 time. A result has runs of one set of settings and one text; give others another ``--name``.
 
-``--preset 303m`` is a Llama of 270 M parameters outside the embedding that reads 79 M tokens: 5 to
-10 minutes of one H200 a run. Its learning rate rises for longer: runs of a deep model part where a
-short warm-up ends.
+``--preset 303m`` is a Llama of 270 M parameters outside the embedding with as many steps of as many
+tokens: 5 to 10 minutes of one H200 a run.
 """
 
 from __future__ import annotations
@@ -64,11 +63,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "layers": 21,
         "hidden": 1024,
         "sequence": 1024,
-        "batch": 128,
-        "micro_batch": 32,
-        "steps": 600,
-        "lr": 6e-4,
-        "lr_warm_up": 0.2,
+        "batch": 32,
+        "steps": 2160,
+        "lr": 4e-4,
         "vocabulary": 16384,
         "text_bytes": "4G",
     },
@@ -77,7 +74,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def settings(a: argparse.Namespace, text: dict[str, Any]) -> dict[str, Any]:
     """What all runs of a result have in common."""
-    names = "layers hidden sequence batch micro_batch lr lr_warm_up vocabulary"
+    names = "layers hidden sequence batch micro_batch lr vocabulary"
     found = {name: getattr(a, name) for name in names.split()}
     found["micro_batch"] = a.micro_batch or a.batch
     found["ffn"] = -(-8 * a.hidden // 3 // 128) * 128
@@ -254,7 +251,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
         batch=64,
         tokens_per_parameter=10.0,
         lr=1.5e-3,
-        lr_warm_up=0.05,
         vocabulary=4096,
         text_bytes="250M",
         processes=3,

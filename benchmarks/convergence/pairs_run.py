@@ -151,9 +151,7 @@ class Run:
         steps, self.done = s["steps"], 0
         order = self.order((~held_out).nonzero(as_tuple=True)[0].cpu())
         self.rows = order.view(steps, -1, s["micro_batch"]).to(self.device)
-        self.rates = [
-            self.variant.lr * s["lr"] * rate(i, steps, s["lr_warm_up"]) for i in range(steps)
-        ]
+        self.rates = [self.variant.lr * s["lr"] * rate(i, steps) for i in range(steps)]
         self.schedule = torch.tensor(self.rates, device=self.device)
         self.losses = torch.zeros(steps, device=self.device)
         self.at = torch.zeros(1, dtype=torch.long, device=self.device)
@@ -407,8 +405,9 @@ class Run:
         curve = [losses[a:b] for a, b in zip(points, points[1:], strict=False) if b > a]
         bf16 = self.held_out_loss(self.cast(torch.bfloat16))
         in_fp8 = self.variant.flow is not None or self.variant.recipe
+        plain = not in_fp8 and self.variant.dtype is torch.bfloat16
         return {
-            "held_out_loss": round(self.held_out_loss(self.model), 6),
+            "held_out_loss": round(bf16 if plain else self.held_out_loss(self.model), 6),
             "held_out_loss_bf16": round(bf16, 6),
             "flow_forward": {} if in_fp8 else self.flow_forward(bf16),
             "training_loss": round(fmean(losses[-last:]), 6),
@@ -418,14 +417,14 @@ class Run:
         }
 
 
-def rate(step: int, steps: int, warm_up: float) -> float:
-    """The learning rate of a step as a share of the largest: linear for the share ``warm_up`` of
-    the steps, then a cosine that falls to zero.
+def rate(step: int, steps: int) -> float:
+    """The learning rate of a step as a share of the largest: linear for 5 % of the steps, then a
+    cosine that falls to zero.
     """
-    rising = max(1, round(warm_up * steps))
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 + 0.5 * math.cos(math.pi * (step - rising) / (steps - rising))
+    warm_up = max(1, steps // 20)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm_up) / (steps - warm_up))
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
