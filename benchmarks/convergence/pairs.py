@@ -29,7 +29,7 @@ same machine continues it. Where there may be none, ``--whole`` begins no run th
 time. A result has runs of one set of settings and one text; give others another ``--name``.
 
 ``--preset 303m`` is a Llama of 270 M parameters outside the embedding with as many steps of as many
-tokens: 5 to 10 minutes of one H200 a run.
+tokens.
 """
 
 from __future__ import annotations
