@@ -55,8 +55,6 @@ class Variant(NamedTuple):
     """The package that the variant needs."""
     recipe: str = ""
     """Of Transformer Engine's or torchao's FP8 linears."""
-    embedding_bits: int = 32
-    """Of the embedding's moments in bitsandbytes, whose page asks for more than 8."""
 
 
 VARIANTS = {
@@ -82,7 +80,6 @@ VARIANTS = {
     "torchao float8 rowwise": Variant(peer="torchao", recipe="rowwise"),
     "torchao 8-bit AdamW": Variant(peer="torchao"),
     "bitsandbytes 8-bit AdamW": Variant(peer="bitsandbytes"),
-    "bitsandbytes 8-bit embedding": Variant(peer="bitsandbytes", embedding_bits=8),
     "te current": Variant(peer="transformer_engine", recipe="Float8CurrentScaling"),
     "te delayed": Variant(peer="transformer_engine", recipe="DelayedScaling"),
 }
@@ -225,7 +222,7 @@ class Run:
             manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
             manager.pid2config.clear()  # it knows tensors by their addresses, of earlier runs too
             embedding = self.masters.get_input_embeddings().weight
-            manager.override_config(embedding, "optim_bits", v.embedding_bits)
+            manager.override_config(embedding, "optim_bits", 32)  # as its page asks
             return bitsandbytes.optim.AdamW8bit(plain, lr=0.0, betas=BETAS), False
         return torch.optim.AdamW(plain, fused=True, **shared), True
 
@@ -270,23 +267,33 @@ class Run:
         """Round the master weights to the model's."""
         torch._foreach_copy_(self.params, self.weights)
 
+    def in_graph(self) -> None:
+        """The part of a step that a graph can hold."""
+        self.gradients()
+        if self.updates_in_graph:
+            self.update()
+
+    def outside(self) -> None:
+        """The rest of a step. bitsandbytes' kernels run on the default stream, whichever is the
+        current one: so that has to be the default stream.
+        """
+        if not self.updates_in_graph:
+            self.update()
+
     def step(self) -> None:
         """A step without a graph."""
-        self.gradients()
-        self.update()
+        self.in_graph()
+        self.outside()
 
     def captured(self) -> Callable[[], None]:
         """A step whose GPU work is started as one graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.gradients()
-            if self.updates_in_graph:
-                self.update()
+            self.in_graph()
 
         def advance() -> None:
             graph.replay()
-            if not self.updates_in_graph:
-                self.update()
+            self.outside()
 
         return advance
 
@@ -295,12 +302,13 @@ class Run:
         advance, look = self.step, 1
         if self.graph and end - self.done > WARM_UP:
             side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP):
-                    self.step()
-                    self.done += 1
-            torch.cuda.current_stream().wait_stream(side)
+            for _ in range(WARM_UP):
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    self.in_graph()
+                torch.cuda.current_stream().wait_stream(side)
+                self.outside()
+                self.done += 1
             advance = self.captured()
             look = max(1, LOOK * self.settings["steps"] // self.settings["tokens"])
         while self.done < end:
