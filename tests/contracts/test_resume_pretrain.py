@@ -50,7 +50,7 @@ class Case:
     starts: list[Start]
     same: str | float = "bits"
     """"bits": losses, gradient norms, held-out losses and all weights; "losses": to the bit;
-    a number: losses within so much; "steps": only the steps are there.
+    a number: losses within so much in the mean; "steps": only the steps are there.
     """
     model: str = ""
     """Overrides of the description."""
@@ -82,8 +82,14 @@ TWO = "--pipeline-parallel 2"
 PARTS = f"{TWO} --virtual-stages 2"
 TP = "--tensor-parallel 2"
 TIED = f"num_layers=4 tie_embeddings=true {STILL}"
-EIGHT = {**FP32_GRADIENTS, "train_batch_size": 8, "gradient_accumulation_steps": None}
-LEGS = {"more": EIGHT, "coat": MOMENTS, "same": 4e-4}  # moments off by a tenth give 7e-4
+EIGHT = {
+    **FP32_GRADIENTS,
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": None,
+    "lr": 2e-3,  # at 5e-3 single steps are unstable
+}
+# Up to 4e-5 was seen; moments that are off by a tenth give 1.2e-4.
+LEGS = {"more": EIGHT, "coat": MOMENTS, "same": 8e-5}
 
 CASES = {
     **{
@@ -138,7 +144,7 @@ CASES = {
                 Start(2, 4, by_hand=True),
                 Start(1, 5, by_hand=True),
             ],
-            same=4e-4,
+            same=2e-4,
             model=f"{MOE} moe_grouped_gemm={grouped}",
             coat=NEAREST,
             more=EIGHT,
@@ -185,7 +191,7 @@ CASES = {
             Start(2, 6, TP, stage=1),
             Start(4, 8, TP),
         ],
-        same=4e-4,
+        same=2e-4,
         model=f"{STILL} hidden_size=256",
         more=EIGHT,
     ),
@@ -206,7 +212,7 @@ CASES = {
                 Start(1, 5),
                 Start(4, 6, "--pipeline-parallel 4"),
             ],
-            same=4e-4,
+            same=2e-4,
             stage=1,
             model=TIED,
             coat=NEAREST if coat else False,
@@ -231,9 +237,9 @@ CASES = {
         coat=NEAREST,
     ),
     "experts of pipeline stages to ZeRO-3": Case(
-        reason="sums of ZeRO-3 are rounded elsewhere: up to 1.03e-4 was seen",
+        reason="sums of ZeRO-3 are rounded elsewhere: up to 4e-5 was seen",
         starts=[Start(2, 2, TWO), Start(1, 4, stage=3, by_hand=True)],
-        same=3e-4,
+        same=1e-4,
         stage=1,
         model=STAGED_MOE,
         coat=NEAREST,
@@ -324,9 +330,9 @@ def test_resume_continues_the_run(work, tmp_path, name):  # noqa: F811
     ours, theirs = ([r["loss"] for r in run] for run in (parts, straight))
     assert len(set(theirs)) == last
     if isinstance(case.same, float):
-        worst = max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True))
-        print(f"{name}: losses differ by at most {worst:.2e}")
-        assert worst < case.same
+        mean = sum(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) / last
+        print(f"{name}: losses differ by {mean:.2e}")
+        assert mean < case.same
         return
     assert ours == theirs
     if case.same == "bits":

@@ -34,7 +34,7 @@ MODEL = {
 COAT = {"optimizer": {}, "activation": {}}
 
 
-def configuration(folder, stage, coat=True, **more):
+def configuration(folder, stage, coat=True, lr=5e-3, **more):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -44,7 +44,7 @@ def configuration(folder, stage, coat=True, **more):
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {
             "type": "CoatAdamW" if coat else "AdamW",
-            "params": {"lr": 5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+            "params": {"lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
         },
         **({"coat": COAT if coat is True else coat} if coat else {}),
         **more,
