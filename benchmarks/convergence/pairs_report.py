@@ -1,6 +1,6 @@
 """Gaps of `benchmarks/convergence/pairs.py`: means over pairs of equal seeds, with their errors.
 
-    python -m benchmarks.convergence.pairs_report [--results JSON ...] \\
+    python -m benchmarks.convergence.pairs_report [--results JSON ...] [--variants NAME ...] \\
         [--plot docs/figures/convergence-pairs.png] [--base VARIANT]
 """
 
@@ -120,6 +120,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--results", nargs="+", type=Path, metavar="JSON", help="default: pairs.json"
     )
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="default: all")
     return parser.parse_args(given)
 
 
@@ -128,14 +129,18 @@ def main() -> None:
     paths = a.results or [result_path("convergence/pairs", a.output)]
     with one_line():
         results = [read_json(path, "settings", "runs") for path in paths]
+    drawn: list[dict[str, Any]] = []
     for path, result in zip(paths, results, strict=True):
         print(f"== {path.stem}")
         rows = report(result["runs"], a.base)
+        rows = [row for row in rows if a.variants is None or row["variant"] in a.variants]
+        size = f"{result['settings']['parameters'] / 1e6:.0f} M"
+        drawn += [row | {"variant": f"{row['variant']}, {size}"} for row in rows]
         show_rows(rows, a.base)
         added = forward(result["runs"])
         show("the flow's forward alone", added, runs="d", all="+.3f", first="+.3f", last="+.3f")
-        if a.plot is not None:
-            plot(rows, Path(a.plot), a.base)
+    if a.plot is not None:
+        plot(drawn, Path(a.plot), a.base)
 
 
 if __name__ == "__main__":
