@@ -155,7 +155,7 @@ class Study:
         """
         name = f"{job['variant']}, seed {job['seed']}"
         if "stopped" in found:
-            print(f"{name}: saved after {found['stopped']} steps", flush=True)
+            print(f"{name}: stopped after {found['stopped']} steps", flush=True)
             self.waiting.append(job)
         elif "error" not in found:
             self.runs.append(found)
