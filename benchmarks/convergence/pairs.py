@@ -25,8 +25,9 @@ shared by ``--processes`` runs.
 **Continuing**: `convergence/pairs.json` is written after every run, and has all runs of earlier
 calls, those in the repository too; a run that is in it is not repeated. One that is under way at
 the end of ``--budget`` is saved in ``--folder``, where the text is too, and a later call on the
-same machine continues it. Where there may be none, ``--whole`` begins no run that would not end in
-time. A result has runs of one set of settings and one text; give others another ``--name``.
+same machine continues it, unless it is Transformer Engine's. Where there may be none, ``--whole``
+begins no run that would not end in time. A result has runs of one set of settings and one text;
+give others another ``--name``.
 
 ``--preset 303m`` is a Llama of 270 M parameters outside the embedding with as many steps of as many
 tokens.
