@@ -50,7 +50,7 @@ class Case:
     starts: list[Start]
     same: str | float = "bits"
     """"bits": losses, gradient norms, held-out losses and all weights; "losses": to the bit;
-    a number: losses within so much in the mean; "steps": only the steps are there.
+    a number: losses within so much in the mean, 4e-4 each; "steps": only the steps are there.
     """
     model: str = ""
     """Overrides of the description."""
@@ -239,7 +239,7 @@ CASES = {
     "experts of pipeline stages to ZeRO-3": Case(
         reason="sums of ZeRO-3 are rounded elsewhere: up to 4e-5 was seen",
         starts=[Start(2, 2, TWO), Start(1, 4, stage=3, by_hand=True)],
-        same=1e-4,
+        same=7.5e-5,
         stage=1,
         model=STAGED_MOE,
         coat=NEAREST,
@@ -330,9 +330,9 @@ def test_resume_continues_the_run(work, tmp_path, name):  # noqa: F811
     ours, theirs = ([r["loss"] for r in run] for run in (parts, straight))
     assert len(set(theirs)) == last
     if isinstance(case.same, float):
-        mean = sum(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) / last
-        print(f"{name}: losses differ by {mean:.2e}")
-        assert mean < case.same
+        apart = [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
+        print(f"losses differ by {sum(apart) / last:.2e}, at most {max(apart):.2e}")
+        assert sum(apart) / last < case.same and max(apart) < 4e-4
         return
     assert ours == theirs
     if case.same == "bits":
