@@ -95,20 +95,15 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, base: str = BF16) -> None:
     drawn = [row for row in rows if "gap_se" in row]
     figure, axis = plt.subplots(figsize=(7, 1.2 + 0.3 * len(drawn)), layout="constrained")
     for name, color, shift in (("gap", "tab:blue", -0.12), ("gap_in_bf16", "tab:orange", 0.12)):
-        lines = [(line + shift, row[name], row[f"{name}_se"]) for line, row in enumerate(drawn)]
-        bars = [one for one, row in zip(lines, drawn, strict=True) if row["pairs"] > 2]
-        axis.errorbar(
-            [mean for _, mean, _ in bars],
-            [line for line, _, _ in bars],
-            xerr=[error for _, _, error in bars],
-            fmt="o",
-            color=color,
-            markersize=4,
-            capsize=3,
-            label="as trained" if name == "gap" else "weights in BF16 layers",
-        )
-        for line, mean, error in set(lines) - set(bars):
-            axis.plot([mean - error, mean + error], [line, line], "x", color=color, markersize=5)
+        bar: dict[str, Any] = {"fmt": "o", "color": color, "markersize": 4, "capsize": 3}
+        legend = "as trained" if name == "gap" else "weights in BF16 layers"
+        axis.errorbar([], [], xerr=[], label=legend, **bar)
+        for line, row in enumerate(drawn):
+            mean, error, y = row[name], row[f"{name}_se"], line + shift
+            if row["pairs"] > 2:
+                axis.errorbar(mean, y, xerr=error, **bar)
+            else:
+                axis.plot([mean - error, mean + error], [y, y], "x", color=color, markersize=5)
     axis.axvline(0, color="0.6", linewidth=0.8)
     axis.set_yticks(range(len(drawn)), [f"{row['variant']} ({row['pairs']})" for row in drawn])
     axis.invert_yaxis()

@@ -253,12 +253,6 @@ class Run:
 
     def update(self) -> None:
         """The optimizer's step, and the model's weights from their masters."""
-        if not self.updates_in_graph:
-            for group in self.optimizer.param_groups:
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(self.rates[self.done])
-                else:
-                    group["lr"] = self.rates[self.done]
         self.optimizer.step()
         self.copy_weights()
 
@@ -277,8 +271,14 @@ class Run:
         """The rest of a step. bitsandbytes' kernels run on the default stream, whichever is the
         current one: so that has to be the default stream.
         """
-        if not self.updates_in_graph:
-            self.update()
+        if self.updates_in_graph:
+            return
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(self.rates[self.done])
+            else:
+                group["lr"] = self.rates[self.done]
+        self.update()
 
     def step(self) -> None:
         """A step without a graph."""
