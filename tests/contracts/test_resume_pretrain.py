@@ -306,7 +306,6 @@ def test_resume_continues_the_run(work, tmp_path, name):  # noqa: F811
     if case.same != "steps":
         end, whole = start(first, "straight")
     assert end.startswith("finished"), end
-    held = {}
     save = tmp_path / "save"
     for number, one in enumerate(case.starts):
         argv = ["--save", save, "--load", "auto"]
