@@ -72,7 +72,7 @@ def environment() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
         "python": platform.python_version(),
-        "versions": {n: version(n) for n in (*names, "trl", "torchao")},
+        "versions": {n: version(n) for n in (*names, "trl", "torchao", "bitsandbytes")},
         "cuda": torch.version.cuda,
         "gpus": gpus(),
     }

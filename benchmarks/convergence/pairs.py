@@ -15,7 +15,7 @@ a run.
 
 **Held-out loss**: every 50th window of the text is not trained on. After the last step their mean
 loss is taken with the variant's own forward, and in BF16 layers from the same master weights. Of
-weights that BF16 layers have trained it is taken in the flow too ("flow_forward").
+weights that no FP8 layers have trained it is taken in the flow too ("flow_forward").
 
 **Speed**: a step reads batch and learning rate from the GPU by a counter that lies there, so one
 CUDA graph holds the whole step. Optimizers of peers take their step outside of it, and Transformer

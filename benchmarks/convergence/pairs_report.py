@@ -57,8 +57,8 @@ def report(runs: Sequence[dict[str, Any]], base: str = BF16) -> list[dict[str, A
 
 
 def forward(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the flow's forward adds to the held-out loss of weights that BF16 layers have trained,
-    in percent: means over runs, in all layers and in one alone.
+    """What the flow's forward adds to the held-out loss of weights that no FP8 layers have
+    trained, in percent: means over runs, in all layers and in one alone.
     """
     found = [run["flow_forward"] for run in runs if run.get("flow_forward")]
     found = [one for one in found if all(map(isfinite, one.values()))]
